@@ -34,9 +34,7 @@ from throughput import Case, build_step, capture, described, seconds
 
 from vil.kernels import backends
 from vil.kernels.block import (
-    backward,
     conv_xproj,
-    forward,
     gate_outproj,
     gate_outproj_bwd_sm90,
     gate_outproj_sm90,
@@ -264,8 +262,7 @@ def forgotten_plans() -> Iterator[None]:
 
     def forget() -> None:
         heuristics.choose.cache_clear()
-        of_blocks = forward.forward, backward.backward, run.forward_run, run.backward_run
-        for function in (*of_blocks, cuda_scan.forward, cuda_scan.backward):
+        for function in (run.forward_run, run.backward_run, cuda_scan.forward, cuda_scan.backward):
             inspect.getclosurevars(function).nonlocals["plans"].clear()
 
     forget()

@@ -7,7 +7,7 @@ import emulator
 import torch
 from scans import relative_error
 
-from vil.kernels.block import backward, block_op, gate_outproj, kernels, run_op, step_proj_bwd
+from vil.kernels.block import backward, block_op, gate_outproj, kernels, step_proj_bwd
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
 from vil.models.block import Block, Blocks, LonghornMixer, MambaMixer
 
@@ -87,12 +87,10 @@ class Scale(torch.nn.Module):
 
 @contextlib.contextmanager
 def operator_on_a_cpu():
-    """Register `vil::block` and `vil::run` for CPU tensors, for tests that replace the kernels of these operators."""
+    """Register `vil::block` for CPU tensors, for tests that replace the operator's kernels."""
     with torch.library._scoped_library("vil", "IMPL") as library:
-        library.impl("block", lambda *arguments: block_op._block(*arguments), "CPU")
-        library.impl("block_backward", lambda *arguments: block_op._block_backward(*arguments), "CPU")
-        library.impl("run", lambda *arguments: run_op._forward(*arguments), "CPU")
-        library.impl("run_backward", lambda *arguments: run_op._backward(*arguments), "CPU")
+        library.impl("block", lambda *arguments: block_op._forward(*arguments), "CPU")
+        library.impl("block_backward", lambda *arguments: block_op._backward(*arguments), "CPU")
         yield
 
 

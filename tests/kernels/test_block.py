@@ -28,7 +28,7 @@ from timm.layers import DropPath
 from torch.utils._pytree import tree_leaves
 
 from vil.kernels import backends
-from vil.kernels.block import backward, block_op, contract, forward, reference
+from vil.kernels.block import backward, block_op, contract, forward, reference, run
 from vil.kernels.block import fused as fused_operators
 from vil.kernels.block.weights import Normed
 from vil.kernels.cuda import launches
@@ -46,7 +46,7 @@ def reference_kernels(monkeypatch):
     """
     handed, pack_weights = [], ReferenceKernels.pack_weights
     monkeypatch.setattr(ReferenceKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
-    for module in (block_op, forward, backward):
+    for module in (block_op, forward, backward, run):
         monkeypatch.setattr(module, "kernels", ReferenceKernels)
     for module in (forward, backward):
         monkeypatch.setattr(module, "scans", ReferenceKernels)
@@ -55,8 +55,11 @@ def reference_kernels(monkeypatch):
     for module in (contract, fused_operators):
         monkeypatch.setattr(module, "FP32", torch.float64)
         monkeypatch.setattr(module, "backends", SimpleNamespace(**{**vars(backends), **as_on_a_gpu}))
-    monkeypatch.setattr(block_op, "check_backward", lambda *_: None)  # reference kernels keep no chunk states
-    monkeypatch.setattr(contract, "check_saved", lambda *_: None)
+    saved_rows = contract._saved_rows
+    # reference kernels save no states, and all other tensors in fp64
+    monkeypatch.setattr(
+        contract, "_saved_rows", lambda *a: [(*row[:3], None) for row in saved_rows(*a) if "states" not in row[0]]
+    )
     with operator_on_a_cpu():
         yield handed
 
@@ -223,8 +226,9 @@ def test_the_operator_and_its_reference_have_the_gradients_of_the_plain_block(
         y = middle_token(y) if middle else y
     else:
         torch.compiler.reset()
-        compiled = torch.compile(block_op.block, fullgraph=True, backend="aot_eager")
-        y, _ = (compiled if how == "compiled" else block_op.block)(*arguments)
+        compiled = torch.compile(block_op.run_blocks, fullgraph=True, backend="aot_eager")
+        x, *of_block = arguments
+        y, _ = (compiled if how == "compiled" else block_op.run_blocks)(x, *[[a] for a in of_block])
     y.backward(dy[:, : y.shape[1]])
     found = {name: parameter.grad for name, parameter in block.named_parameters()}
     torch.testing.assert_close({"y": y.detach(), "x": x.grad, **found}, expected)
@@ -263,9 +267,9 @@ def test_runs_of_blocks_have_the_gradients_of_plain_blocks(
     expected = outcome(chain, x, dy, **arguments)
     dispatch.set_fused(True)
     torch.compiler.reset()
-    run = torch.compile(chain, fullgraph=True, backend="aot_eager") if how == "compiled" else chain
+    called = torch.compile(chain, fullgraph=True, backend="aot_eager") if how == "compiled" else chain
     torch.manual_seed(1)
-    found = outcome(run, x, dy, **arguments)
+    found = outcome(called, x, dy, **arguments)
     torch.testing.assert_close({name.removeprefix("_orig_mod."): t for name, t in found.items()}, expected)
     assert reference_kernels[:8] == [False] + [True] * 7
 
@@ -419,7 +423,7 @@ def noted(monkeypatch, project):
         return scan_forward(*arguments, schedule=schedule, step_proj_GDR=step_proj_GDR)
 
     monkeypatch.setattr(forward.scans, "scan_forward", scan_and_note)
-    for name in ("block", "block_backward"):
+    for name in ("forward", "backward"):
         foretold = as_foretold(getattr(block_op, f"_{name}"), getattr(block_op, f"_fake_{name}"))
         monkeypatch.setattr(block_op, f"_{name}", foretold)
     return launched, projecting
@@ -456,7 +460,7 @@ def by_kernels(block, x, dy, dnext, middle, amid_others, dtype):
     torch.manual_seed(1)
     run, weights = dispatch.fused_block(block, x)
     options = dispatch.options_of(block, weights, None, middle, amid_others)
-    y, given = run(x, weights, options, dispatch.path_scale(block, x), normed)
+    y, given = run(x, [weights], [options], [dispatch.path_scale(block, x)], normed)
     results, gradients = [y], [dy[:, : y.shape[1]]]
     if given:
         results, gradients = [y, given.xhat], [*gradients, dnext.flatten(0, 1).to(dtype)]
@@ -507,22 +511,19 @@ def test_backward_of_a_block_needs_at_most_the_memory_of_five_scan_inputs():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("mixer", "middle"), [(LonghornMixer, True), (MambaMixer, False)])
-def test_the_block_operators_pass_opcheck(mixer, middle, device, monkeypatch):
-    """torch.library.opcheck accepts `vil::block` and `vil::run`: schema, autograd, fake results, dynamic shapes."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_operator_of_one_and_of_two_blocks_passes_opcheck(count, mixer, middle, device, monkeypatch):
+    """torch.library.opcheck accepts `vil::block`: schema, autograd, fake results, dynamic shapes."""
     if device == "cpu":
         blocks.on_an_emulated_gpu(monkeypatch)
     block = make_block(mixer, 16, device=device)
     x, xhat = torch.randn(2, 2, 9, 16, device=device, requires_grad=True).unbind()
-    norm, in_proj, out_proj, *directions = weights_of(block).flat()
     options, normed = options_of(block, torch.float32, middle, norm_next=True), [xhat.flatten(0, 1), x.new_ones(18)]
-    arguments = *options[:-1], [], x, normed, x.new_ones(2), norm, in_proj, out_proj, directions, True
-    run = (
-        *options[:-1], [], x, normed, [x.new_ones(2), None], 2 * [norm, in_proj, out_proj, *directions], True,
-    )  # fmt: skip
+    scales, weights = [x.new_ones(2), None][:count], count * weights_of(block).flat()
+    arguments = *options[:-1], [], x, normed, scales, weights, True
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     with operator_on_a_cpu():
         torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
-        torch.library.opcheck(torch.ops.vil.run.default, run, test_utils=tests)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Tests of the fused block's emulated kernels (eps, many images per CTA, large offsets), and of kernel selection."""
 
 import functools
+import math
 
 import emulator
 import pytest
@@ -9,7 +10,6 @@ from blocks import close, make_block, weights_of
 from reference_kernels import ReferenceKernels, in_tiles
 from torch.utils._pytree import tree_map_only
 
-from vil.kernels import torch_private
 from vil.kernels.block import conv, conv_backward, gate_outproj_sm90, kernels
 from vil.kernels.block.weights import BlockWeights
 from vil.kernels.cuda import hardware, launches
@@ -70,14 +70,12 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
         (2 * D, C), (3, 2, K + 1, D), (2, 5, sizes.padded_P, D), (2, 7, D, sizes.padded_R), (4, 2, D), (6, 2, D)
     )  # fmt: skip
     given = weights.norm, weights.in_proj, sizes, *[torch.randn(shape) for shape in shapes]
-    found, (in_one,) = (kernels.unpack_gradients(*given, BF16, in_one) for in_one in (False, True))
-    assert all(torch.equal(a, b) for a, b in zip(torch_private.unflatten(in_one, found), found, strict=True))
-    norm, in_proj, _, *directions = weights.flat()
-    truths = ReferenceKernels.unpack_gradients(*exactly(*given), torch.float64)
-    for value, truth, weight in zip(found, truths, (norm, in_proj, *directions), strict=True):
-        assert (value.shape, value.dtype) == (weight.shape, weight.dtype)
-        assert value.is_contiguous()
-        close(value, truth, value.dtype, "gradient")
+    lengths = [math.prod(shape) for shape in sizes.flat_shapes()]
+    gradients = kernels.unpack_gradients(*given, BF16)
+    truths = ReferenceKernels.unpack_gradients(*exactly(*given), torch.float64).split(lengths)
+    assert gradients.dtype == BF16
+    for value, truth in zip(gradients.split(lengths), truths, strict=True):
+        close(value, truth, BF16, "gradient")
 
 
 @pytest.mark.parametrize("C", [192, 384])

@@ -309,6 +309,8 @@ def results(name, kernel, inputs, written):
     if name == "pack_weights":
         packed, norm = values
         values = [*kernels.PackedWeights.of(packed, inputs[0].sizes()), *(t for t in norm if t is not None)]
+    if name == "unpack_gradients":
+        values = values.split([math.prod(shape) for shape in inputs[2].flat_shapes()])
     return [*([values] if isinstance(values, torch.Tensor) else values), *written]
 
 

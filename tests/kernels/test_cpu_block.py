@@ -57,7 +57,7 @@ def test_output_and_gradients_equal_the_naive_block(mixer, shape, scaled, poison
     block, x = a_block(mixer, C), torch.randn(B, L, C).requires_grad_()
     scale = torch.tensor([1.5, 0.0, 2.0])[:B] if scaled else None
     run, weights = dispatch.fused_block(block, x)
-    y, normed = run(x, weights, dispatch.options_of(block, weights), scale)
+    y, normed = run(x, [weights], [dispatch.options_of(block, weights)], [scale])
     exact = {name: p.detach().double().requires_grad_() for name, p in block.named_parameters()}
     x_exact = x.detach().double().requires_grad_()
     truth = naive_model.block(x_exact, exact, naive_model.OURS, scale, block.norm.eps)
@@ -195,10 +195,10 @@ def test_a_pooled_block_and_its_gradients_equal_its_parts_in_fp64(mixer, pool, g
     scale = torch.tensor([1.5, 0.0, 2.0]) if scaled else None
     run, weights = dispatch.fused_block(block, x)
     options = dispatch.options_of(block, weights, dispatch.lines_of(block, x, grid), class_token_only=middle)
-    y, again = (run(x, weights, options, scale)[0] for _ in range(2))
+    y, again = (run(x, [weights], [options], [scale])[0] for _ in range(2))
     found = [y, *gradients(y, block, x)]
     with torch.no_grad():
-        assert torch.equal(run(x, weights, options, scale)[0], y)
+        assert torch.equal(run(x, [weights], [options], [scale])[0], y)
     assert y.grad_fn.name() == "_BlockBackward"
     for a, b in zip(found, [again, *gradients(again, block, x)], strict=True):
         assert torch.equal(a, b)

@@ -10,7 +10,7 @@ from blocks import options_of, weights_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from vil.kernels import flops, longhorn_scan, selective_scan
-from vil.kernels.block import block_op, run_op
+from vil.kernels.block import block_op
 from vil.kernels.scan import scan_op
 from vil.models.block import Blocks
 from vil.models.dispatch import lines_of
@@ -77,12 +77,12 @@ def test_the_fused_block_counts_what_its_parts_do(kind, class_token_only):
     y, by_parts = counted(Blocks(block), x, (4, 5), class_token_only)
     by_parts = by_parts, counted(y.sum().backward)[1]
     options = options_of(block, torch.bfloat16, class_token_only, lines=lines_of(block, x, (4, 5)))
-    (y, _), fused = counted(block_op.block, x, weights_of(block), options)
+    (y, _), fused = counted(block_op.run_blocks, x, [weights_of(block)], [options], [None])
     assert y.shape == (3, 1 if class_token_only else 21, 48)
     assert (fused, counted(y.sum().backward)[1]) == by_parts
     if not class_token_only:
         options = [options._replace(norm_next=True), options]
-        (y, _), two = counted(run_op.run_blocks, x, 2 * [weights_of(block)], options, [None, None])
+        (y, _), two = counted(block_op.run_blocks, x, 2 * [weights_of(block)], options, [None, None])
         assert (two, counted(y.sum().backward)[1]) == (2 * by_parts[0], 2 * by_parts[1])
 
 

@@ -13,7 +13,7 @@ from vil.models import dispatch
 from vil.models.block import Block, LonghornMixer, MambaMixer
 from vil.models.dispatch import fused_block, set_fused
 
-OPERATORS = {"cuda": block_op.block, "cpu": cpu.block, "reference": None}
+OPERATORS = {"cuda": block_op.run_blocks, "cpu": cpu.run_blocks, "reference": None}
 
 
 @pytest.fixture(params=OPERATORS)
@@ -106,7 +106,7 @@ def test_the_operator_takes_a_residual_stream_in_fp32_and_weights_beside_it(back
         setattr(block.get_submodule(place), weight, nn.Parameter(p.to("meta")))
         assert found(block, x) is None, name
     # Blocks with 16-bit weights run fused only on GPUs.
-    assert found(Block(16, LonghornMixer).bfloat16(), x) is (block_op.block if backend == "cuda" else None)
+    assert found(Block(16, LonghornMixer).bfloat16(), x) is (block_op.run_blocks if backend == "cuda" else None)
 
 
 def test_set_fused_and_the_environment_switch_it(backend, monkeypatch):

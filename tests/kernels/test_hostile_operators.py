@@ -1,6 +1,5 @@
 """Tests of direct operator calls: invalid arguments raise before a kernel runs, and valid ones may have any layout."""
 
-import itertools
 import re
 
 import hostile
@@ -16,7 +15,7 @@ from vil.kernels import checks
 from vil.kernels.backends import RECURRENCES
 from vil.kernels.block import block_op, contract, kernels
 from vil.kernels.block.lines import Lines
-from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options, Sizes
+from vil.kernels.block.weights import BackwardOptions, BlockWeights, DirectionWeights, Options, Sizes
 from vil.kernels.scan import heuristics, scan_op
 from vil.models.block import Block, LonghornMixer, MambaMixer
 
@@ -58,30 +57,41 @@ def reference_backward_call(recurrence):
     return given | {name: named[name] for name in ("q_GLBN", "inputs")}
 
 
-def block_call(recurrence, L=5):
+def block_call(recurrence, count=1, L=5):
+    """Return valid arguments of `vil::block` for consecutive blocks."""
     B, C, D, N, R, K, new = 2, 16, 24, 4, 3, 4, hostile.random_tensors()
     one = [(D, 1, K), (D,), (R + 2 * N, D), (D, R), (D,), (D,), (D, N)]
-    directions = [new(*size) / 4 for size in 2 * one[: 7 if recurrence == "selective" else 6]]
+    directions = 2 * one[: 7 if recurrence == "selective" else 6]
+    weights = [[new(C), new(2 * D, C), new(C, D), *[new(*size) / 4 for size in directions]] for _ in range(count)]
     return dict(
         recurrence=recurrence, eps=1e-5, dtype=torch.float32, class_token_only=False, norm_next=True,
         lines=[],
-        x_BLC=new(B, L, C), normed=[new(B * L, C), new(B * L)], scale_B=new(B), norm_C=new(C), in_proj=new(2 * D, C),
-        out_proj=new(C, D), directions=directions, keep=True,
+        x_BLC=new(B, L, C), normed=[new(B * L, C), new(B * L)], scales=[new(B) for _ in range(count)],
+        weights=[t for own in weights for t in own], keep=True,
     )  # fmt: skip
 
 
-def block_backward_call(recurrence, class_token_only=False, norm_given=False, lines=()):
-    named = block_call(recurrence) | dict(class_token_only=class_token_only, lines=list(lines))
-    named |= dict(normed=named["normed"] if norm_given else [])
+def block_backward_call(recurrence, count=1, class_token_only=False, norm_given=False, lines=()):
+    """Return valid arguments of `vil::block_backward` for consecutive blocks."""
+    named = block_call(recurrence, count) | dict(class_token_only=class_token_only, lines=list(lines), normed=[])
     with FakeTensorMode(allow_non_fake_inputs=True):
-        y, _, saved = block_op._fake_block(*named.values())
-    new, (B, M, C) = hostile.random_tensors(1), y.shape
-    saved = [new(*t.shape) / 4 for t in saved] + named["normed"]
+        y, _, saved = block_op._fake_forward(*named.values())
+    new, (B, M, C), sizes = hostile.random_tensors(1), y.shape, sizes_of(named)
     after = [] if class_token_only else [new(B * M, C), new(B * M)]
-    given = dict(dnext_TC=new(B * M, C) if after else None, next_normed=after)
-    given |= {name: named[name] for name in ("scale_B", "norm_C", "in_proj", "out_proj", "directions")}
-    how = dict(recurrence=recurrence, class_token_only=class_token_only, norm_given=norm_given, lines=list(lines))
-    return how | dict(dx_BMC=new(B, M, C)) | given | dict(saved=saved)
+    weights, each = named["weights"], len(named["weights"]) // count
+    return dict(
+        recurrence=recurrence, class_token_only=class_token_only, norm_given=norm_given, lines=list(lines),
+        sizes=list(sizes), dx_BMC=new(B, M, C), dnext_TC=new(B * M, C) if after else None, next_normed=after,
+        scales=named["scales"], weights=[t for i in range(count) for t in weights[i * each : i * each + 2]],
+        saved=[new(*t.shape) / 4 for t in saved],
+    )  # fmt: skip
+
+
+def sizes_of(named):
+    """Return the `Sizes` of the weights in the arguments of `vil::block` or `vil::block_backward`."""
+    if "sizes" in named:
+        return Sizes(*named["sizes"])
+    return BlockWeights.of(named["weights"][: 17 if named["recurrence"] == "selective" else 15]).sizes()
 
 
 CALLS = {
@@ -94,7 +104,9 @@ CALLS = {
     "reference_scan": reference_call,
     "reference_scan_backward": reference_backward_call,
     "block": block_call,
+    "block of two": lambda recurrence: block_call(recurrence, count=2),
     "block_backward": block_backward_call,
+    "block_backward of two": lambda recurrence: block_backward_call(recurrence, count=2, norm_given=True),
     "block_backward of the class token": lambda recurrence: block_backward_call(recurrence, class_token_only=True),
     "block_backward of the class token of a pooled block": lambda recurrence: block_backward_call(
         recurrence, class_token_only=True, lines=[2, 2, 0]
@@ -139,6 +151,10 @@ def backwards(tensors):
     return tensors[::-1]
 
 
+def nothing(tensors):
+    return []
+
+
 OTHERS = [
     *(("scan", {name: None}) for name in ("x_GBLD", "step_logits_GBLD", "k_GBLN", "q_GBLN")),
     *(("scan", dict(reverse=[True] * count)) for count in (0, 1, 3, 66)),
@@ -162,18 +178,28 @@ OTHERS = [
     ("reference_scan_backward", dict(inputs=lambda inputs: inputs[:-1])),
     *(("reference_scan_backward", {name: None}) for name in ("dy_GLBD", "chunk_states_GSBND", "q_GLBN")),
     ("reference_scan_backward", dict(chunk_states_GSBND=torch.zeros(2, 2, 3, 4, 6))),
-    *(("block", {name: None}) for name in ("x_BLC", "norm_C", "in_proj", "out_proj")),
-    *(("block_backward", {name: None}) for name in ("dx_BMC", "norm_C", "in_proj", "out_proj")),
+    ("block", dict(x_BLC=None)),
+    ("block_backward", dict(dx_BMC=None)),
     *((call, dict(recurrence="hippo")) for call in ("block", "block_backward")),
     *(("block", dict(dtype=dtype)) for dtype in (torch.float64, torch.int8)),
-    *(("block", {name: change}) for name in ("directions", "normed") for change in (without_last, one_more, backwards)),
-    *(("block_backward", dict(saved=change)) for change in (without_last, one_more, backwards)),
+    *(
+        (own, {name: change})
+        for call, names in {"block": ("weights", "normed"), "block_backward": ("weights", "saved")}.items()
+        for name in names
+        for own in (call, f"{call} of two")
+        for change in (without_last, one_more, backwards)
+    ),
+    *((call, dict(scales=nothing)) for call in ("block", "block_backward")),
+    ("block of two", dict(lines=[2, 2, 0])),
+    ("block_backward of two", dict(lines=[2, 2, 0])),
+    *(("block_backward", dict(sizes=change)) for change in (without_last, one_more, nothing)),
+    *(("block_backward", dict(sizes=[16, 24, 4, 3, taps])) for taps in (0, 5)),
     *(("block", dict(lines=lines)) for lines in ([2, 3, 0], [-2, -2, 0])),
     ("block", dict(lines=[2, 3, 0], class_token_only=True)),
     ("block", dict(normed=[None, None])),
-    ("block", dict(directions=lambda directions: [*directions[:-1], None])),
-    ("block", dict(directions=[])),
-    ("block", dict(x_BLC=torch.zeros(0, 5, 16), normed=[], scale_B=None)),
+    *((call, dict(weights=lambda weights: [*weights[:-1], None])) for call in ("block", "block_backward")),
+    *((call, dict(weights=[])) for call in ("block", "block_backward")),
+    ("block", dict(x_BLC=torch.zeros(0, 5, 16), normed=[], scales=[None])),
     ("block", dict(x_BLC=torch.zeros(2, 0, 16), normed=[])),
     ("block_backward", dict(saved=lambda saved: [None, *saved[1:]])),
     ("block_backward", dict(saved=[])),
@@ -185,7 +211,6 @@ OTHERS = [
         dict(dnext_TC=torch.zeros(2, 16), next_normed=[torch.zeros(2, 16), torch.zeros(2)]),
     ),
     ("block_backward", dict(next_normed=without_last)),
-    ("block_backward", dict(directions=without_last)),
 ]
 
 
@@ -199,58 +224,21 @@ def test_missing_tensors_and_lists_of_wrong_length_are_rejected_by_name(call, ot
     assert launched == []
 
 
-def run_calls(recurrence):
-    """Return valid arguments of `vil::run` and `vil::run_backward` for two blocks."""
-    named, new = block_call(recurrence), hostile.random_tensors(2)
-    weights = [named[name] for name in ("norm_C", "in_proj", "out_proj")] + named["directions"]
-    how = {name: named[name] for name in ("recurrence", "eps", "dtype", "class_token_only", "norm_next", "lines")}
-    forward = how | dict(
-        x_BLC=named["x_BLC"], normed=named["normed"], scales=[named["scale_B"]] * 2, weights=2 * weights, keep=True
-    )
-    backward = block_backward_call(recurrence, norm_given=True)
-    names = ("dx_BMC", "dnext_TC", "next_normed")
-    return dict(run=forward, run_backward=dict(
-        recurrence=recurrence, class_token_only=False, norm_given=True, lines=[],
-        sizes=list(BlockWeights.of(weights).sizes()), **{name: backward[name] for name in names},
-        scales=[new(2), new(2)], weights=2 * weights[:2], saved=2 * backward["saved"],
-    ))  # fmt: skip
-
-
-@recurrences
-@pytest.mark.parametrize("call", ["run", "run_backward"])
-def test_invalid_tensors_of_a_run_are_rejected_before_any_launch(call, recurrence, launched):
-    named, count = run_calls(recurrence)[call], 0
-    for place in hostile.places(named):
-        for change in hostile.WRONG.values():
-            wrong = hostile.changed(named, place, change)
-            if wrong is not None:
-                with pytest.raises((ValueError, RuntimeError)):
-                    run(call, wrong)
-                count += 1
-    assert count > 100
-    lists = ("scales", "weights", "saved", "sizes", "lines")
-    for name, change in itertools.product(lists, (without_last, lambda items: [*items, *items[:1]], lambda items: [])):
-        if named.get(name):
-            with pytest.raises((ValueError, RuntimeError)):
-                run(call, named | {name: change(named[name])})
-    assert launched == []
-
-
 @EMULATED
 @recurrences
-@pytest.mark.parametrize("call", ["run", "run_backward"])
-def test_a_valid_run_is_accepted(call, recurrence, launched):
-    assert all(t.isfinite().all() for t in tree_leaves(run(call, run_calls(recurrence)[call])[:2]))
+@pytest.mark.parametrize("call", ["block of two", "block_backward of two"])
+def test_two_valid_blocks_are_accepted(call, recurrence, launched):
+    assert all(t.isfinite().all() for t in tree_leaves(run(call, CALLS[call](recurrence))[:2]))
     assert launched
 
 
 @recurrences
-def test_gradients_of_a_run_have_the_dtypes_of_each_blocks_weights(recurrence):
-    named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), run_calls(recurrence)["run_backward"])
+def test_gradients_of_two_blocks_have_the_dtypes_of_each_blocks_weights(recurrence):
+    named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), CALLS["block_backward of two"](recurrence))
     first, second = named["weights"][:2], named["weights"][2:]
     named["weights"] = [*first, *[t.bfloat16() for t in second]]
     each = 2 + (recurrence == "selective")
-    dtypes = [t.dtype for t in torch.ops.vil.run_backward(*named.values())[2:]]
+    dtypes = [t.dtype for t in torch.ops.vil.block_backward(*named.values())[2:]]
     assert dtypes == each * [torch.float32] + each * [torch.bfloat16]
 
 
@@ -267,31 +255,29 @@ def test_unsupported_numbers_of_states_are_rejected(N, launched):
     [
         *(("conv", (24, 1, n), f"taps in conv must be .*got {n}") for n in (0, 1, 5)),
         *(("x_proj", (3 + 2 * n, 24), f"states in x_proj must be .*got {n}") for n in (1, 5, 12, 128)),
-        ("x_proj", (11 + 2, 24), "x_proj 11 rows, got .*13"),
-        ("x_proj", (0, 24), "x_proj .* rows, got .*0"),
+        ("x_proj", (11 + 2, 24), r"x_proj\) 11 rows, got .*13"),
+        ("x_proj", (0, 24), r"x_proj\) 11 rows, got .*0"),
         ("step_proj", (24, 0), "step_proj must not be empty"),
     ],
 )
 def test_unsupported_weight_sizes_of_both_directions_are_rejected(name, size, reason, launched):
     """Weights with an unsupported or mismatched number of taps, states or ranks are rejected before any launch."""
     named = block_call("longhorn" if "states" in reason else "selective")
-    half, place = len(named["directions"]) // 2, DirectionWeights._fields.index(name)
+    half, place = (len(named["weights"]) - 3) // 2, DirectionWeights._fields.index(name)
     for g in (0, half):
-        named["directions"][g + place] = torch.zeros(size)
+        named["weights"][3 + g + place] = torch.zeros(size)
     with pytest.raises(ValueError, match=reason):
         run("block", named)
     assert launched == []
 
 
-def sizes_of(named):
-    return BlockWeights.of([named["norm_C"], named["in_proj"], named["out_proj"], *named["directions"]]).sizes()
-
-
 def results(call, named):
     """Return an operator's results, with packed weights split into parts to drop the padding between parts."""
     found = run(call, named)
-    if call == "block" and named["keep"]:
-        found[2][3] = list(kernels.PackedWeights.of(found[2][3], sizes_of(named)))
+    if call in ("block", "block of two"):
+        sizes = sizes_of(named)
+        length = kernels.packed_size(sizes, named["dtype"])
+        found = *found[:2], [[*kernels.PackedWeights.of(t, sizes)] if t.shape == (length,) else t for t in found[2]]
     return found
 
 
@@ -358,7 +344,7 @@ OPTIONS = [
                                 dict(dy_GBLD=8, x_GBLD=8, step_logits_GBLD=8, k_GBLN=4, q_GBLN=4).items()}),
     *(("reference_scan", dict(keep=keep)) for keep in (False, True)),
     *(
-        ("block", dict(class_token_only=only, norm_next=norm_next, keep=keep, scale_B=scale_B, normed=normed))
+        ("block", dict(class_token_only=only, norm_next=norm_next, keep=keep, scales=[scale_B], normed=normed))
         for only in (False, True) for norm_next in (False, True) for keep in (False, True)
         for scale_B in (None, torch.ones(2)) for normed in ([], [torch.ones(10, 16), torch.ones(10)])
     ),
@@ -368,10 +354,10 @@ OPTIONS = [
     ),
     ("block_backward", dict(dnext_TC=None)),
     ("block_backward", dict(dnext_TC=None, next_normed=[])),
-    ("block_backward of the class token of a pooled block", dict(scale_B=None)),
+    ("block_backward of the class token of a pooled block", dict(scales=[None])),
     ("block_backward of a given norm", dict()),
     ("block_backward of a given norm", dict(dnext_TC=None)),
-    ("block_backward of the class token", dict(scale_B=None)),
+    ("block_backward of the class token", dict(scales=[None])),
 ]  # fmt: skip
 
 
@@ -417,7 +403,7 @@ def test_a_block_may_be_as_wide_as_32_bits_count(most_C, most_D, C, D):
     def check(C, D):
         shapes = (1, 3, C), *Sizes(C, D, N=16, R=1, K=4).shapes()
         x, *weights = (torch.empty(shape, device="meta") for shape in shapes)
-        contract.check_forward(Options("longhorn", 1e-5, torch.float32), True, [x, None, None, None, *weights])
+        contract.check_forward((Options("longhorn", 1e-5, torch.float32),), True, [x, None, None, None, *weights])
 
     check(most_C, most_D)
     with pytest.raises(ValueError, match="D must be at most"):
@@ -494,18 +480,21 @@ def in_dtype(call, named, dtype):
 
     Arguments of the reference operators are not converted.
     """
-    if call == "block":
+    if call in ("block", "block of two"):
         return named | dict(dtype=dtype, normed=[named["normed"][0].to(dtype), named["normed"][1]])
     if call.startswith("block_backward"):
-        lines = Lines(*named["lines"]) if named["lines"] else None
-        rows = contract._saved_rows(named["recurrence"], lines, list(named["saved"]), dtype)
-        of = [own_dtype for _, _, _, own_dtype in rows]
-        saved, sizes = list(named["saved"]), sizes_of(named)
-        packed = saved[3].new_zeros(kernels.packed_size(sizes, dtype), dtype=dtype)
-        for part, value in zip(kernels.PackedWeights.of(packed, sizes), kernels.PackedWeights.of(saved[3], sizes)):
-            part.copy_(value)
-        saved = [t.to(own) for t, own in zip(saved, of)]
-        saved[3] = packed
+        lines, blocks, sizes, saved = [*named["lines"]], len(named["scales"]), sizes_of(named), []
+        pooled = Lines(*lines) if lines else None
+        options = BackwardOptions(named["recurrence"], named["class_token_only"], True, pooled)
+        each = len(named["saved"]) // blocks
+        for i in range(blocks):
+            rows = contract._saved_rows(options, named["saved"][i * each : (i + 1) * each], 0, dtype)
+            saved += [t.to(own_dtype) for _, t, _, own_dtype in rows]
+            packed = saved[i * each + 3].new_zeros(kernels.packed_size(sizes, dtype), dtype=dtype)
+            given = named["saved"][i * each + 3]
+            for part, value in zip(kernels.PackedWeights.of(packed, sizes), kernels.PackedWeights.of(given, sizes)):
+                part.copy_(value)
+            saved[i * each + 3] = packed
         after = [t.to(own) for t, own in zip(named["next_normed"], (dtype, torch.float32))]
         dnext = named["dnext_TC"] if named["dnext_TC"] is None else named["dnext_TC"].to(dtype)
         return named | dict(saved=saved, next_normed=after, dnext_TC=dnext)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from blocks import OnGpu, make_block, on_an_emulated_gpu, weights_of
 
-from vil.kernels.block import backward, forward, kernels, run, scan_image, scan_lines_bwd
+from vil.kernels.block import forward, kernels, run, scan_image, scan_lines_bwd
 from vil.kernels.block.lines import Lines
-from vil.kernels.block.weights import BackwardOptions, Inputs, Normed, Options, SavedForBackward
+from vil.kernels.block.weights import BackwardOptions, Normed, Options, SavedForBackward
 from vil.kernels.cuda import graphs, launches, memory, plan, recording
 from vil.kernels.cuda.memory import Lifetime
 from vil.kernels.cuda.plan import Plan
@@ -314,9 +314,7 @@ def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
 
     inputs, expected, own_normed = x, [], normed
     for own, scale, of_block in zip(options, scales, weights):
-        inputs, xhat, rstd, *saved = forward.forward.__wrapped__(
-            own, True, [inputs, scale, *own_normed, *of_block.flat()]
-        )
+        inputs, xhat, rstd, *saved = forward.forward(own, True, [inputs, scale, *own_normed, *of_block.flat()])
         norm = own_normed if own_normed[0] is not None else saved[-2:]
         expected.append((xhat, rstd, SavedForBackward(*saved[:-2], *norm), scale, of_block))
         own_normed = xhat, rstd
@@ -327,7 +325,7 @@ def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
             if name != "packed" and not (i == 0 and norm_given and name in ("xhat", "rstd")):
                 assert value is None if truth is None else torch.equal(value, truth), (i, name)
 
-    how = tuple(BackwardOptions(mixer.recurrence, False, norm_given or i > 0) for i in range(2))
+    how = tuple(BackwardOptions(mixer.recurrence, False, norm_given and i == 0) for i in range(2))
     sizes = weights[0].sizes()
     flat = [dy, None, None, None]
     for _, _, saved, scale, of_block in expected:
@@ -336,7 +334,7 @@ def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
     dx, dnext, next_normed, gradients = dy, None, (None, None), []
     for own, (_, _, saved, scale, of_block) in zip(reversed(how), reversed(expected)):
         tensors = [dx, dnext, *next_normed, scale, of_block.norm, of_block.in_proj, *saved]
-        dx, dnext, *of_weights = backward.backward.__wrapped__(own, sizes, True, tensors)
+        dx, dnext, *of_weights = run.backward_run.__wrapped__((own,), sizes, tensors)
         gradients, next_normed = of_weights + gradients, saved[-2:]
     for value, truth in zip(found, [dx, dnext, *gradients], strict=True):
         assert value is None if truth is None else torch.equal(value, truth)
@@ -379,7 +377,7 @@ def test_replaying_an_emulated_block_equals_running_the_block(
     emulate_plans(monkeypatch, hopper)
     for module in (scan_image, scan_lines_bwd):  # two CTAs share an image of the pooled block
         monkeypatch.setattr(module, "slices_of", lambda D, R, device: 2)
-    run_forward, run_backward = forward.forward.__wrapped__, backward.backward.__wrapped__
+    run_forward, run_backward = run.forward_run.__wrapped__, run.backward_run.__wrapped__
 
     def unpacked(results):
         """Split packed weights into parts, to drop the undefined padding between parts."""
@@ -399,7 +397,7 @@ def test_replaying_an_emulated_block_equals_running_the_block(
             x, dy, dnext = torch.randn(3, B, L, C)
             normed = Normed(torch.randn(B * L, C).to(dtype), torch.rand(B * L)) if given else None
             options = Options(block.mixer.recurrence, 1e-5, dtype, class_token_only, hopper, lines)
-            call = options, True, Inputs(x, torch.rand(B), normed, weights).flat()
+            call = (options,), True, [x, *(normed or (None, None)), torch.rand(B), *weights.flat()]
             if not plans:
                 plans.append(Plan(run_forward, call, CPU))
             results = run_forward(*call)
@@ -411,7 +409,7 @@ def test_replaying_an_emulated_block_equals_running_the_block(
             dy = dy[:, : 1 if class_token_only else L].contiguous()
             how = BackwardOptions(block.mixer.recurrence, class_token_only, given, lines)
             tensors = [dy, dnext, *after, torch.rand(B), weights.norm, weights.in_proj, *saved]
-            call = how, weights.sizes(), True, tensors
+            call = (how,), weights.sizes(), tensors
             if len(plans) < 2:
                 plans.append(Plan(run_backward, call, CPU))
             check(plans[1](tensors), run_backward(*call))

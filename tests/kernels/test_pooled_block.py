@@ -470,12 +470,11 @@ def test_inference_of_few_images_equals_the_plain_one(mixer, axis, B, grid, midd
 @pytest.mark.parametrize("columns", [False, True])
 def test_the_operator_of_a_pooled_block_keeps_to_the_rules_of_pytorch(columns, device, gpu):
     block, x = make_block(MIXERS[0], 16, device=device), torch.randn(2, 13, 16, device=device, requires_grad=True)
-    norm, in_proj, out_proj, *directions = weights_of(block).flat()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     with operator_on_a_cpu():
         for middle in (True, False):
             options = [*options_of(block, torch.float32, middle)[:-1], Lines.of(3, 4, columns)]
-            arguments = *options, x, [], x.new_ones(2), norm, in_proj, out_proj, directions, True
+            arguments = *options, x, [], [x.new_ones(2)], weights_of(block).flat(), True
             torch.library.opcheck(torch.ops.vil.block.default, arguments, test_utils=tests)
         with pytest.raises(ValueError, match="lines must cover the 12 patches"):
             torch.ops.vil.block(*options[:-1], [3, 3, False], *arguments[6:])

@@ -139,10 +139,11 @@ def fused(monkeypatch):
     """Simulate the fused operator. The returned list records which blocks computed only the middle token."""
     middles = []
 
-    def operator(x, weights, options, scale, normed=None):
-        middles.append(options.class_token_only)
-        x = naive_block(x, weights, options, scale)
-        return middle_token(x) if options.class_token_only else x, None
+    def operator(x, weights, options, scales, normed=None):
+        for own in zip(weights, options, scales, strict=True):
+            x = naive_block(x, *own)
+        middles.extend(own.class_token_only for own in options)
+        return middle_token(x) if options[-1].class_token_only else x, None
 
     monkeypatch.setattr(dispatch, "_fused", True)
     monkeypatch.setattr(dispatch, "fused_operator", lambda x, weights: operator)

@@ -37,7 +37,6 @@ from torch.utils.flop_counter import conv_flop_count, register_flop_formula  # n
 _logger.setLevel(_level)
 
 from .block import block_op as _block  # noqa: E402, F401  these imports define the operators
-from .block import run_op as _run  # noqa: E402, F401
 from .scan import scan_op as _scan  # noqa: E402, F401
 from .scan import torch_scan as _torch_scan  # noqa: E402, F401
 
@@ -68,26 +67,6 @@ def reference_scan_backward(recurrence, dy_GLBD, chunk_states, q_GLBN, *_, **__)
 
 @register_flop_formula(torch.ops.vil.block)
 def block(
-    recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scale, norm, in_proj, out_proj,
-    directions, *_, **__,
-) -> int:  # fmt: skip
-    B, L, C = x_BLC
-    products, scans = _block_products(B, L, C, directions, lines)
-    return products + FORWARD * scans
-
-
-@register_flop_formula(torch.ops.vil.block_backward)
-def block_backward(
-    recurrence, class_token_only, norm_given, lines, dx_BMC, dnext, next_normed, scale, norm, in_proj, out_proj,
-    directions, saved, **_,
-) -> int:  # fmt: skip
-    B, L, _U = saved[0]
-    products, scans = _block_products(B, L, out_proj[0], directions, lines)
-    return 2 * products + BACKWARD[recurrence] * scans
-
-
-@register_flop_formula(torch.ops.vil.run)
-def run(
     recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scales, weights, *_, **__
 ) -> int:  # fmt: skip
     B, L, C = x_BLC
@@ -98,8 +77,8 @@ def run(
     return flops
 
 
-@register_flop_formula(torch.ops.vil.run_backward)
-def run_backward(
+@register_flop_formula(torch.ops.vil.block_backward)
+def block_backward(
     recurrence, class_token_only, norm_given, lines, sizes, dx_BMC, dnext, next_normed, scales, weights, saved, **_
 ) -> int:  # fmt: skip
     (B, L, _U), (C, D, N, R, K) = saved[0], sizes

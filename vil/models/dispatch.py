@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from ..kernels.block.fused import fused_operator
-from ..kernels.block.fused import run_blocks as run_fused_blocks
 from ..kernels.block.lines import Lines
 from ..kernels.block.weights import BlockWeights, DirectionWeights, Options
 from .tokens import grid_of
@@ -54,7 +53,7 @@ def fusible(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if fused is None:
             return forward(block, x_BLC, grid)
         options = options_of(block, fused.weights, lines_of(block, x_BLC, grid))
-        return fused.operator(x_BLC, fused.weights, options, path_scale(block, x_BLC))[0]
+        return fused.operator(x_BLC, [fused.weights], [options], [path_scale(block, x_BLC)])[0]
 
     fused_or_forward.fusible = True  # type: ignore[attr-defined]
     return fused_or_forward
@@ -102,12 +101,13 @@ def run_blocks(
         ]
         scales = [path_scale(block, x_BLC) for block in own]
         if checkpointing:
-            for each in zip(weights, options, scales):
+            for i in range(count):
+                each = weights[i : i + 1], options[i : i + 1], scales[i : i + 1]
                 # A CUDA graph cannot restore the RNG state, and need not, because `operator` samples no random numbers.
                 x_BLC, _ = checkpoint(operator, x_BLC, *each, preserve_rng_state=False)
         else:
             given = normed if options[0].eps == normed_eps else None
-            x_BLC, normed = run_fused_blocks(operator, x_BLC, weights, options, scales, given)
+            x_BLC, normed = operator(x_BLC, weights, options, scales, given)
             normed_eps = options[0].eps
     return x_BLC
 
@@ -150,7 +150,7 @@ class FusedBlock(NamedTuple):
     """Fused operator for a block, together with the block's weights.
 
     Attributes:
-        operator: Function with the signature of `vil.kernels.block.block_op.block`.
+        operator: Function with the signature of `vil.kernels.block.block_op.run_blocks`.
         weights: Weights of the block.
     """
 

@@ -1,4 +1,4 @@
-"""Backward pass of the fused block on NVIDIA GPUs, which recomputes convolutions, projections and gate.
+"""Backward pass of one fused block on NVIDIA GPUs, which recomputes convolutions, projections and gate.
 
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
 M output tokens    H tokens that each direction reads    E columns of uz
@@ -6,22 +6,20 @@ M output tokens    H tokens that each direction reads    E columns of uz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import aligned, given
-from ..cuda.plan import planned
+from ..checks import given
 from ..scan import cuda_scan as scans
 from . import kernels
 from .forward import REVERSE, project, project_pooled, split
 from .kernels import PackedWeights
 from .lines import Lines
 from .tokens import Tokens
-from .weights import BackwardInputs, BackwardOptions, BlockWeights, DirectionWeights, SavedForBackward, Sizes
+from .weights import BackwardInputs, BackwardOptions, SavedForBackward, Sizes
 
 
 class DirectionGradients(NamedTuple):
@@ -35,31 +33,31 @@ class DirectionGradients(NamedTuple):
     A: Tensor | None  # (2, D, N) for the selective recurrence, otherwise empty or None
 
 
-@planned()
-def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of x, xhat (the RMSNorm of x), out_proj and A_log, and the results of `unpack_gradients`.
-
-    The gradient of the norm xhat is None unless xhat was an input. The gradient of A_log is None for Longhorn.
+def through_block(
+    options: BackwardOptions, sizes: Sizes, inputs: BackwardInputs, dx_TC: Tensor, dout_TC: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:  # fmt: skip
+    """Return the gradients of a block's input x and of its weights.
 
     Args:
         options: Options of the forward pass.
         sizes: Sizes of the weights, which the forward pass saves in packed form.
-        in_one: Whether `unpack_gradients` returns all gradients in one tensor.
-        flat: Gradients of x' and of xhat' (or None); xhat' and rstd' (or None twice); scale (or None); weights norm and
-            in_proj, whose product is the weight of the packed projection; and `SavedForBackward`.
+        inputs: Tensors of the forward pass.
+        dx_TC: Gradient of the block's output, fp32.
+        dout_TC: Copy of dx_TC in the dtype of matrix products. If the argument is None, the copy is computed.
+
+    Returns:
+        The gradient of x, a copy of the gradient of x in the dtype of matrix products, the gradient of xhat (the
+        RMSNorm of x), and a list of the gradients of the weights. If xhat was an input of the block, the gradient of x
+        does not include the gradient through xhat, and the copy is None. Otherwise, the gradient of xhat is None. The
+        list contains the gradient of out_proj, for the selective recurrence the gradient of A_log, and one flat tensor
+        with the gradients of all other weights.
     """
-    dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, saved = BackwardInputs.of(map(aligned, flat))
+    scale_B, norm_C, in_proj, saved = inputs
     xhat_TC, rstd_T = given(saved.xhat), given(saved.rstd)
     (B, L, _), C, dtype = saved.uz.shape, sizes.C, saved.uz.dtype
+    dout_TC = dx_TC.to(dtype) if dout_TC is None else dout_TC
     tokens = Tokens(L, options.class_token_only)
     w = PackedWeights.of(saved.packed, sizes)
-    if dnext_TC is None:
-        dx_TC = dx_BMC.view(-1, C)
-        dout_TC = dx_TC.to(dtype)
-    else:
-        assert next_normed is not None
-        dx_TC, dout_TC = kernels.norm_backward(dnext_TC, *next_normed, dx_BMC.view(-1, C))
-
     u_BLD, z_BMD = split(saved.uz, xhat_TC, w, tokens)
     # in a pooled block, dy needs its own memory, because `pooled_conv_backward` reads neighbours of dy while writing du
     if options.class_token_only:
@@ -81,18 +79,17 @@ def backward(options: BackwardOptions, sizes: Sizes, in_one: bool, flat: list[Te
     dfolded, dxhat_TC = _through_in_proj(duz_BLE, dz_BMD, w, xhat_TC, tokens)
     dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dA_2DN = of_directions
     dweights = kernels.unpack_gradients(
-        norm_C, in_proj, sizes, dfolded, dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dtype, in_one
+        norm_C, in_proj, sizes, dfolded, dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dtype
     )
+    # the gradient of A_log is dA * A, because A = -exp(A_log)
+    dA_log = [] if saved.A is None else [(given(dA_2DN) * saved.A).to(norm_C.dtype)]
+    gradients = [dout_proj.to(norm_C.dtype), *dA_log, dweights]
 
     if options.class_token_only:  # the residual streams of all tokens except the class token have zero gradients
         dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
-    if not options.norm_given:
-        dx_TC, _ = kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC)
-    # the gradient of A_log is dA * A, because A = -exp(A_log)
-    dA_log = None if saved.A is None else (given(dA_2DN) * saved.A).to(norm_C.dtype)
-    return [
-        dx_TC.view(B, L, C), dxhat_TC if options.norm_given else None, dout_proj.to(norm_C.dtype), dA_log, *dweights
-    ]  # fmt: skip
+    if options.norm_given:
+        return dx_TC, None, dxhat_TC, gradients
+    return *kernels.norm_backward(dxhat_TC, xhat_TC, rstd_T, dx_TC), None, gradients
 
 
 def _through_directions(
@@ -168,14 +165,6 @@ def _through_in_proj(
         dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
         dxhat_BC.addmm_(dz_BD, w.in_proj[E:])
     return dfolded, dxhat_TC
-
-
-def named_gradients(
-    dout_proj: Tensor, dA_logs: Sequence[Tensor], dnorm: Tensor, din_proj: Tensor, *others
-) -> BlockWeights:
-    """Arrange the gradients from `backward` in a `BlockWeights`. `dA_logs` is empty for Longhorn."""
-    first, second = DirectionWeights(*others[:6], *dA_logs[:1]), DirectionWeights(*others[6:], *dA_logs[1:])
-    return BlockWeights(dnorm, din_proj, dout_proj, (first, second))
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:

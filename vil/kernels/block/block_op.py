@@ -1,8 +1,12 @@
-"""Bidirectional block as one PyTorch operator for NVIDIA GPUs, `vil::block`, and its gradient.
+"""One or more consecutive bidirectional blocks as one PyTorch operator for NVIDIA GPUs, `vil::block`, and its gradient.
 
-The operator computes `reference.block` with fewer kernels and fewer tensors saved for backward. The norm's weight is
-folded into in_proj, both directions share each kernel, the residual addition is part of the matrix product with
-out_proj, and backward recomputes convolutions, projections and gate.
+The operator computes `reference.block` for each block with fewer kernels and fewer tensors saved for backward. The
+norm's weight is folded into in_proj, both directions share each kernel, the residual addition is part of the matrix
+product with out_proj, and backward recomputes convolutions, projections and gate.
+
+A call of an operator costs host time, in eager mode and under torch.compile. Therefore a model runs up to `BLOCKS`
+blocks of equal sizes with one call. More blocks per call would delay the first kernel of a call, and the gradients of
+the last blocks, which DistributedDataParallel all-reduces during the backward pass of earlier blocks.
 
 Consecutive blocks share a fused add-norm if the norm costs no extra kernel. Such a block maps the residual stream x and
 xhat, the norm of x without a weight, to the output x' and its norm xhat'. The gradient of xhat' is added to the
@@ -17,78 +21,120 @@ half of the tokens up to the class token.
 
 Functions, classes and modules between a model's call and the kernels:
 
-    block              the function that models call
-    _EagerBlock        autograd function for eager mode, which calls `forward` and `backward` without the dispatcher
-    _ObservedBlock     autograd function for calls that a compiler or a dispatch mode observes
-    _block, _fake_*    implementations of the operators; lists of tensors in an operator's schema omit missing tensors
-    forward, backward  modules that call kernels and matrix products in order; plans record and replay the calls
+    run_blocks         the function that models call, for single blocks and for sequences of blocks
+    _EagerBlocks       autograd function for eager mode, which calls run.py without the dispatcher
+    _ObservedBlocks    autograd function for calls that a compiler or a dispatch mode observes
+    _forward, _fake_*  implementations of the operators; lists of tensors in an operator's schema omit missing tensors
+    run.py             forward and backward pass of consecutive blocks; plans record and replay the calls of kernels
+    forward, backward  modules that call the kernels and matrix products of one block in order
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import backends, torch_private
-from ..checks import once_differentiable
+from ..checks import given, once_differentiable
 from ..scan.chunks import chunk_state_count
 from . import kernels
-from .backward import backward, named_gradients
 from .contract import check_backward, check_forward, check_lists
-from .forward import A_of, forward
+from .forward import A_of
 from .lines import Lines
+from .run import FIELDS, backward_run, forward_run
 from .tokens import Tokens
-from .weights import BackwardOptions, BlockWeights, Inputs, Normed, Options, SavedForBackward, Sizes, needs_gradients
+from .weights import (
+    BackwardOptions,
+    BlockWeights,
+    Normed,
+    Options,
+    SavedForBackward,
+    Sizes,
+    needs_gradients,
+    scales_and_weights,
+)
 
-FP32 = torch.float32
+BLOCKS = 6  # maximum number of consecutive blocks that one call of `vil::block` computes
 
 torch.library.define(
     "vil::block",
     "(str recurrence, float eps, ScalarType dtype, bool class_token_only, bool norm_next, int[] lines,"
-    " Tensor x_BLC, Tensor[] normed, Tensor? scale_B, Tensor norm_C, Tensor in_proj, Tensor out_proj,"
-    " Tensor[] directions, bool keep)"
+    " Tensor x_BLC, Tensor[] normed, Tensor?[] scales, Tensor[] weights, bool keep)"
     " -> (Tensor x_BMC, Tensor[] next_normed, Tensor[] saved)",
 )
 torch.library.define(
     "vil::block_backward",
-    "(str recurrence, bool class_token_only, bool norm_given, int[] lines, Tensor dx_BMC, Tensor? dnext_TC,"
-    " Tensor[] next_normed, Tensor? scale_B, Tensor norm_C, Tensor in_proj, Tensor out_proj, Tensor[] directions,"
-    " Tensor[] saved)"
+    "(str recurrence, bool class_token_only, bool norm_given, int[] lines, int[] sizes, Tensor dx_BMC,"
+    " Tensor? dnext_TC, Tensor[] next_normed, Tensor?[] scales, Tensor[] weights, Tensor[] saved)"
     " -> Tensor[]",
 )
 
 
-def block(
-    x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
+def run_blocks(
+    x_BLC: Tensor,
+    weights: Sequence[BlockWeights],
+    options: Sequence[Options],
+    scales: Sequence[Tensor | None],
+    normed: Normed | None = None,
 ) -> tuple[Tensor, Normed | None]:
-    """Return a block's output x' = x + scale * out_proj(mixer(norm(x))), and the norm of x' for the next block.
+    """Return the output of consecutive blocks, and the norm of the output for the next block.
+
+    Each block computes x' = x + scale * out_proj(mixer(norm(x))). All blocks must have the same eps if any block except
+    the last one sets `Options.norm_next`. One call of the operator computes up to `BLOCKS` blocks.
 
     Args:
         x_BLC: Residual stream, fp32.
-        weights: Weights, all of one dtype.
-        options: Options of the computation.
-        scale_B: Factors of stochastic depth, 0 or 1 / (1 - rate) for each image. None means 1.
-        normed: Norm of x that the previous block returned, if both blocks have the same eps.
+        weights: Weights of each block. All weights of a block have the same dtype.
+        options: Options of each block.
+        scales: Factors of stochastic depth of each block, 0 or 1 / (1 - rate) for each image. None means 1.
+        normed: Norm of x that the call for the previous blocks returned, if the previous blocks have the same eps.
 
     Returns:
-        x', and the norm of x' if `options.norm_next` is set and the norm costs no extra kernel, otherwise None.
+        x' of the last block, and the norm of x' if the last block sets `norm_next` and the norm costs no extra kernel,
+        otherwise None.
     """
-    if normed is not None and normed.xhat.dtype != options.dtype:
-        normed = None
-    keep = needs_gradients(x_BLC, weights)
-    flat = Inputs(x_BLC, scale_B, normed, weights).flat()
-    if not is_eager(x_BLC):
+    i = 0
+    while i < len(options):
+        if normed is not None and normed.xhat.dtype != options[i].dtype:
+            normed = None
+        sizes, keep = weights[i].sizes(), needs_gradients(x_BLC, weights[i])
+        end = _end(x_BLC, weights, options, i, sizes, keep)
+        flat = [x_BLC, *(normed or (None, None)), *scales[i:end], *[t for own in weights[i:end] for t in own.flat()]]
+        x_BLC, xhat_TC, rstd_T = _run(sizes, tuple(options[i:end]), keep, flat)
+        normed = None if xhat_TC is None else Normed(xhat_TC, rstd_T)
+        i = end
+    return x_BLC, normed
+
+
+def _end(
+    x_BLC: Tensor, weights: Sequence[BlockWeights], options: Sequence[Options], start: int, sizes: Sizes, keep: bool
+) -> int:  # fmt: skip
+    """Return the index after the last block that one call of `vil::block`, beginning with block `start`, can compute.
+
+    `sizes` are the sizes of block `start`, and `keep` is whether block `start` needs gradients.
+    """
+    first, end = options[start], start + 1
+    while end < min(start + BLOCKS, len(options)) and weights[end].sizes() == sizes:
+        own, previous = options[end], options[end - 1]
+        pooled = own.lines is not None
+        if own[:3] != first[:3] or pooled != (first.lines is not None) or not previous.norm_next:
+            break
+        if not keep and needs_gradients(x_BLC, weights[end]):
+            break
+        end += 1
+    return end
+
+
+def _run(sizes: Sizes, options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> Sequence:
+    """Compute blocks with one call. Return the output, and xhat and rstd of the output (or None twice)."""
+    if not is_eager(flat[0]):
         y_BMC, next_normed, _ = torch.ops.vil.block(*_to_schema(options, keep, flat))
-        return y_BMC, Normed(*next_normed) if next_normed else None
-    if keep:
-        y_BMC, xhat_TC, rstd_T = _EagerBlock.apply(weights.sizes(), options, *flat)
-    else:
-        y_BMC, xhat_TC, rstd_T = forward(options, False, flat)
-    return y_BMC, None if xhat_TC is None else Normed(xhat_TC, rstd_T)
+        return y_BMC, *(next_normed or (None, None))
+    return _EagerBlocks.apply(sizes, options, *flat) if keep else forward_run(options, False, flat)
 
 
 def is_eager(t: Tensor | None) -> bool:
@@ -96,214 +142,264 @@ def is_eager(t: Tensor | None) -> bool:
     return t is not None and t.device.type == "cuda" and backends.unobserved(t)
 
 
-def _to_schema(options: Options, keep: bool, flat: list[Tensor | None]) -> tuple:
-    """Convert the arguments of `forward` to arguments of the operator `vil::block`."""
-    x_BLC, scale_B, xhat_TC, rstd_T, norm_C, in_proj, out_proj, *directions = flat
+def _to_schema(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> tuple:
+    """Convert the arguments of `forward_run` to arguments of the operator `vil::block`."""
+    first, last, blocks = options[0], options[-1], len(options)
+    x_BLC, xhat_TC, rstd_T, *others = flat
     normed = [] if xhat_TC is None else [xhat_TC, rstd_T]
-    return *options[:-1], options.lines or (), x_BLC, normed, scale_B, norm_C, in_proj, out_proj, directions, keep
+    how = *first[:3], last.class_token_only, last.norm_next, _numbers(options)
+    return *how, x_BLC, normed, others[:blocks], others[blocks:], keep
 
 
-def _from_schema(
-    recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scale_B, norm_C, in_proj, out_proj,
-    directions, keep,
-):  # fmt: skip
-    """Convert the arguments of the operator `vil::block` to arguments of `forward`."""
-    check_lists(recurrence, bool(lines), directions=directions, normed=normed)
-    flat = [x_BLC, scale_B, *(normed or (None, None)), norm_C, in_proj, out_proj, *directions]
-    return Options(recurrence, eps, dtype, class_token_only, norm_next, Lines.read(lines)), keep, flat
+def _from_schema(recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scales, weights, keep):
+    """Convert the arguments of the operator `vil::block` to arguments of `forward_run`."""
+    blocks, last, each = len(scales), len(scales) - 1, 17 if recurrence == "selective" else 15
+    check_lists(
+        recurrence, blocks, lines=(lines, 0, 3 * blocks), normed=(normed, 0, 2), weights=(weights, each * blocks)
+    )  # fmt: skip
+    options = tuple([
+        Options(recurrence, eps, dtype, class_token_only and i == last, norm_next or i < last, own)
+        for i, own in enumerate(_lines(lines, blocks))
+    ])  # fmt: skip
+    return options, keep, [x_BLC, *(normed or (None, None)), *scales, *weights]
 
 
-def _block(*arguments):
-    y_BMC, xhat_TC, rstd_T, *saved = forward(*_from_schema(*arguments))
+def _numbers(options: Sequence[Options | BackwardOptions]) -> list[int]:
+    """Convert the `lines` of all blocks to the argument `lines` of an operator."""
+    return [number for own in options for number in own.lines or ()]
+
+
+def _lines(numbers: Sequence[int], blocks: int) -> list[Lines | None]:
+    """Convert the argument `lines` of an operator to the `lines` of each block."""
+    if not numbers:
+        return [None] * blocks
+    return [Lines(numbers[i], numbers[i + 1], bool(numbers[i + 2])) for i in range(0, 3 * blocks, 3)]
+
+
+def _forward(*arguments):
+    y_BMC, xhat_TC, rstd_T, *saved = forward_run(*_from_schema(*arguments))
     return y_BMC, [] if xhat_TC is None else [xhat_TC, rstd_T], [t for t in saved if t is not None]
 
 
-def _block_backward(
-    recurrence, class_token_only, norm_given, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
-    directions, saved,
-):  # fmt: skip
-    """Return the gradients of x, of xhat (the RMSNorm of x) and of a block's weights.
-
-    The gradient of xhat is empty unless `norm_given`. The gradients of the weights are the gradient of out_proj, one
-    flat tensor for all other weights except A_log and, for the selective recurrence, one tensor for both A_log. A list
-    of few tensors saves host time under torch.compile.
-    """
-    weights = [norm_C, in_proj, out_proj, *directions]
-    check_backward(
-        recurrence, class_token_only, Lines.read(lines), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj,
-        out_proj, directions, saved,
+def _backward_arguments(
+    recurrence, class_token_only, norm_given, lines, sizes, dx_BMC, dnext_TC, next_normed, scales, weights, saved
+) -> tuple[tuple[BackwardOptions, ...], Sizes, list[Tensor | None]]:  # fmt: skip
+    """Convert the arguments of the operator `vil::block_backward` to arguments of `backward_run`."""
+    blocks, last, each = len(scales), len(scales) - 1, 6 + (recurrence == "selective") + bool(lines)
+    check_lists(
+        recurrence, blocks, lines=(lines, 0, 3 * blocks), sizes=(sizes, len(Sizes._fields)),
+        next_normed=(next_normed, 0, 2), weights=(weights, 2 * blocks), saved=(saved, each * blocks),
     )  # fmt: skip
-    options = BackwardOptions(recurrence, class_token_only, norm_given, Lines.read(lines))
-    saved = SavedForBackward.of(saved, recurrence, options.lines is not None)
-    flat = dx_BMC, dnext_TC, *(next_normed or (None, None)), scale_B, norm_C, in_proj
-    dx_BLC, dxhat_TC, dout_proj, dA_log, dweights = backward(
-        options, BlockWeights.of(weights).sizes(), True, [*flat, *saved]
-    )
-    # an operator's results must not share memory with each other or with its arguments
+    options = tuple([
+        BackwardOptions(recurrence, class_token_only and i == last, norm_given and i == 0, own)
+        for i, own in enumerate(_lines(lines, blocks))
+    ])  # fmt: skip
+    flat = [dx_BMC, dnext_TC, *(next_normed or (None, None))]
+    for i in range(blocks):
+        own = SavedForBackward.of(saved[i * each : (i + 1) * each], recurrence, bool(lines))
+        flat += [scales[i], *weights[2 * i : 2 * i + 2], *own]
+    return options, Sizes(*sizes), flat
+
+
+def _backward(*arguments):
+    """Return the gradients of x, of xhat (the RMSNorm of x) and of all weights of each block.
+
+    The gradient of xhat is empty unless `norm_given`. The gradients of a block's weights are the gradient of out_proj,
+    for the selective recurrence one tensor for both A_log, and one flat tensor for all other weights. A list of few
+    tensors saves host time under torch.compile.
+    """
+    dx_BMC = arguments[5]
+    dx_BLC, dxhat_TC, *of_weights = backward_run(*_backward_arguments(*arguments))
+    # an operator's results must not share memory with its arguments
     if dx_BLC.data_ptr() == dx_BMC.data_ptr():
         dx_BLC = dx_BLC.clone()
     if dxhat_TC is None:
-        dxhat_TC = dx_BLC.new_empty(0, dtype=saved.uz.dtype)
-    return [dx_BLC, dxhat_TC, dout_proj, dweights, *([] if dA_log is None else [dA_log])]
+        dxhat_TC = dx_BLC.new_empty(0, dtype=arguments[-1][0].dtype)
+    return [dx_BLC, dxhat_TC, *of_weights]
 
 
 @torch.library.register_fake("vil::block")
-def _fake_block(*arguments):
-    return fake_block(*_from_schema(*arguments))
-
-
-def fake_block(
-    options: Options, keep: bool, flat: list[Tensor | None]
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
-    """Return uninitialized results of the operator `vil::block`."""
+def _fake_forward(*arguments):
+    options, keep, flat = _from_schema(*arguments)
     check_forward(options, keep, flat)
-    x_BLC, _, normed, weights = Inputs.of(flat)
-    (B, L, C), sizes, dtype = x_BLC.shape, weights.sizes(), options.dtype
-    tokens, D, lines = Tokens(L, options.class_token_only), sizes.D, options.lines
-    y_BMC = x_BLC.new_empty(B, tokens.M, C)
-    norm_is_free = kernels.runs_hopper_kernels(B * L, C, D, dtype, x_BLC.device)
-    next_normed = []
-    if options.norm_next and not options.class_token_only and norm_is_free:
-        next_normed = [x_BLC.new_empty(B * L, C, dtype=dtype), x_BLC.new_empty(B * L)]
-    if not keep:
-        return y_BMC, next_normed, []
-    scanned_tokens = lines.S if lines else tokens.H
-    saved = SavedForBackward(
+    x_BLC, xhat_TC, *_ = flat
+    weights = [BlockWeights.of(own) for _, own in scales_and_weights(len(options), flat)]
+    (B, L, C), last = x_BLC.shape, options[-1]
+    y_BMC, next_normed = x_BLC.new_empty(B, Tokens(L, last.class_token_only).M, C), []
+    norm_is_free = kernels.runs_hopper_kernels(B * L, C, weights[0].sizes().D, last.dtype, x_BLC.device)
+    if last.norm_next and not last.class_token_only and norm_is_free:
+        next_normed = [x_BLC.new_empty(B * L, C, dtype=last.dtype), x_BLC.new_empty(B * L)]
+    saved = []
+    for i in range(len(options) if keep else 0):
+        saved += _fake_saved(x_BLC, weights[i], options[i], norm_given=i == 0 and xhat_TC is not None).flat()
+    return y_BMC, next_normed, saved
+
+
+def _fake_saved(x_BLC: Tensor, weights: BlockWeights, options: Options, norm_given: bool) -> SavedForBackward:
+    """Return uninitialized tensors with the shapes and dtypes of the tensors that a block saves."""
+    (B, L, C), sizes, dtype, lines = x_BLC.shape, weights.sizes(), options.dtype, options.lines
+    tokens, D = Tokens(L, options.class_token_only), sizes.D
+    return SavedForBackward(
         uz=x_BLC.new_empty((B, L, tokens.columns(D)), dtype=dtype),
         mean=x_BLC.new_empty((B, tokens.M, D), dtype=dtype),
-        states=x_BLC.new_empty((2, B, chunk_state_count(scanned_tokens), sizes.N, D)),
+        states=x_BLC.new_empty((2, B, chunk_state_count(lines.S if lines else tokens.H), sizes.N, D)),
         packed=x_BLC.new_empty(kernels.packed_size(sizes, dtype), dtype=dtype),
         A=A_of(weights),
         line_means=x_BLC.new_empty((2, B, lines.S, D), dtype=dtype) if lines else None,
-        xhat=None if normed else x_BLC.new_empty(B * L, C, dtype=dtype),
-        rstd=None if normed else x_BLC.new_empty(B * L),
+        xhat=None if norm_given else x_BLC.new_empty(B * L, C, dtype=dtype),
+        rstd=None if norm_given else x_BLC.new_empty(B * L),
     )
-    return y_BMC, next_normed, saved.flat()
 
 
 @torch.library.register_fake("vil::block_backward")
-def _fake_block_backward(
-    recurrence, class_token_only, norm_given, lines, dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
-    directions, saved,
-):  # fmt: skip
-    weights = [norm_C, in_proj, out_proj, *directions]
-    check_backward(
-        recurrence, class_token_only, Lines.read(lines), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj,
-        out_proj, directions, saved,
-    )  # fmt: skip
-    (B, L, _), xhat_TC, sizes = saved[0].shape, saved[-2], BlockWeights.of(weights).sizes()
-    dx_BLC, dxhat_TC = dx_BMC.new_empty(B, L, dx_BMC.shape[2]), xhat_TC.new_empty(xhat_TC.shape if norm_given else 0)
-    dweights = norm_C.new_empty(sum(math.prod(shape) for shape in sizes.flat_shapes()))
-    dA_log = [norm_C.new_empty(2, sizes.D, sizes.N)] if recurrence == "selective" else []
-    return [dx_BLC, dxhat_TC, out_proj.new_empty(out_proj.shape), dweights, *dA_log]
+def _fake_backward(*arguments):
+    options, sizes, flat = _backward_arguments(*arguments)
+    check_backward(options, sizes, flat)
+    dx_BMC, uz_BLE = given(flat[0]), given(flat[7])
+    (B, L, _), C = uz_BLE.shape, sizes.C
+    dxhat_TC = uz_BLE.new_empty((B * L, C) if options[0].norm_given else 0)
+    gradients = []
+    for norm_C in map(given, flat[5 :: 3 + FIELDS]):
+        dA_log = [norm_C.new_empty(2, sizes.D, sizes.N)] if options[0].recurrence == "selective" else []
+        dweights = norm_C.new_empty(sum(math.prod(shape) for shape in sizes.flat_shapes()))
+        gradients += [norm_C.new_empty(C, sizes.D), *dA_log, dweights]
+    return [dx_BMC.new_empty(B, L, C), dxhat_TC, *gradients]
 
 
-class _EagerBlock(torch.autograd.Function):
-    """Autograd function of the block in eager mode."""
+class _EagerBlocks(torch.autograd.Function):
+    """Autograd function of consecutive blocks in eager mode."""
 
     @staticmethod
     def forward(ctx, sizes, options, *flat):
-        y_BMC, next_xhat_TC, next_rstd_T, *saved = forward(options, True, list(flat))
-        ctx.sizes = sizes
-        _save_for_backward(ctx, options, flat, y_BMC, (next_xhat_TC, next_rstd_T), saved)
+        y_BMC, next_xhat_TC, next_rstd_T, *saved = forward_run(options, True, list(flat))
+        _save_for_backward(ctx, sizes, options, flat, y_BMC, (next_xhat_TC, next_rstd_T), saved)
         ctx.mark_non_differentiable(*[t for t in (next_rstd_T,) if t is not None])
         return y_BMC, next_xhat_TC, next_rstd_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_BMC, dnext_TC, _):
-        dx_BMC = gradient_of_output(ctx, dx_BMC, dnext_TC)
-        dx_BLC, dxhat_TC, dout_proj, dA_log, dweights = backward(
-            ctx.options, ctx.sizes, True, [dx_BMC, dnext_TC, *ctx.saved_tensors]
-        )
-        views = torch_private.unflatten(dweights, weight_placeholders(ctx.sizes))
-        gradients = named_gradients(dout_proj, () if dA_log is None else dA_log.unbind(), *views).flat()
-        return None, None, dx_BLC, None, dxhat_TC, None, *gradients
+        dx_BMC, placeholders = _gradient_of_output(ctx, dx_BMC, dnext_TC), _weight_placeholders(ctx.sizes)
+        results = backward_run(ctx.options, ctx.sizes, [dx_BMC, dnext_TC, *ctx.saved_tensors])
+        return _gradients(ctx, results, lambda dweights: torch_private.unflatten(dweights, placeholders))
 
 
-class _ObservedBlock(torch.autograd.Function):
+class _ObservedBlocks(torch.autograd.Function):
     """Autograd function of the operator `vil::block`, whose backward is the operator `vil::block_backward`.
 
     The outputs include the saved tensors, because a compiler must see which operator creates the saved tensors.
     """
 
     @staticmethod
-    def forward(ctx, options, *flat):
-        y_BMC, next_xhat_TC, next_rstd_T, *saved = _below_autograd(options, list(flat))
-        # forward saves packed weights, but the operator `vil::block_backward` needs the unpacked weights
-        _, _, _, _, _, _, *out_proj_and_directions = flat
-        _save_for_backward(ctx, options, flat, y_BMC, (next_xhat_TC, next_rstd_T), saved, out_proj_and_directions)
-        ctx.mark_non_differentiable(*[t for t in (next_rstd_T, *saved) if t is not None])
-        return y_BMC, next_xhat_TC, next_rstd_T, *saved
+    def forward(ctx, sizes, options, *flat):
+        with torch_private.below_autograd():
+            y_BMC, next_normed, saved = torch.ops.vil.block(*_to_schema(options, True, list(flat)))
+        saved = _all_fields(options, saved, norm_given=flat[1] is not None)
+        next_normed = next_normed or (None, None)
+        _save_for_backward(ctx, sizes, options, flat, y_BMC, next_normed, saved)
+        ctx.mark_non_differentiable(*[t for t in (next_normed[1], *saved) if t is not None])
+        return y_BMC, *next_normed, *saved
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_BMC, dnext_TC, *_):
-        dx_BMC, options = gradient_of_output(ctx, dx_BMC, dnext_TC), ctx.options
-        next_xhat_TC, next_rstd_T, scale_B, norm_C, in_proj, *others = ctx.saved_tensors
-        fields = len(SavedForBackward._fields)
-        saved, (out_proj, *directions) = SavedForBackward(*others[:fields]), others[fields:]
-        next_normed = [] if next_xhat_TC is None else [next_xhat_TC, next_rstd_T]
-        dx_BLC, dxhat_TC, dout_proj, dweights, *dA_log = torch.ops.vil.block_backward(
-            *options[:-1], options.lines or (), dx_BMC, dnext_TC, next_normed, scale_B, norm_C, in_proj, out_proj,
-            directions, saved.flat(),
+        dx_BMC, options = _gradient_of_output(ctx, dx_BMC, dnext_TC), ctx.options
+        next_xhat_TC, next_rstd_T, *others = ctx.saved_tensors
+        each = 3 + FIELDS
+        of_blocks = [others[i * each : (i + 1) * each] for i in range(len(options))]
+        results = torch.ops.vil.block_backward(
+            options[0].recurrence, options[-1].class_token_only, options[0].norm_given, _numbers(options),
+            list(ctx.sizes), dx_BMC, dnext_TC, [] if next_xhat_TC is None else [next_xhat_TC, next_rstd_T],
+            [own[0] for own in of_blocks], [t for own in of_blocks for t in own[1:3]],
+            [t for own in of_blocks for t in own[3:] if t is not None],
         )  # fmt: skip
-        shapes = BlockWeights.of([norm_C, in_proj, out_proj, *directions]).sizes().flat_shapes()
-        parts = dweights.split([math.prod(shape) for shape in shapes])
-        views = [part.view(shape) for part, shape in zip(parts, shapes)]
-        gradients = named_gradients(dout_proj, dA_log[0].unbind() if dA_log else (), *views).flat()
-        return None, dx_BLC, None, dxhat_TC if options.norm_given else None, None, *gradients
+        shapes = ctx.sizes.flat_shapes()
+
+        def views(dweights: Tensor) -> list[Tensor]:
+            parts = dweights.split([math.prod(shape) for shape in shapes])
+            return [part.view(shape) for part, shape in zip(parts, shapes)]
+
+        return _gradients(ctx, results, views)
+
+
+def _all_fields(options: tuple[Options, ...], saved: list[Tensor], norm_given: bool) -> list[Tensor | None]:
+    """Return all fields of each block's `SavedForBackward`, given a list of saved tensors that omits None."""
+    fields: list[Tensor | None] = []
+    pooled, recurrence = options[0].lines is not None, options[0].recurrence
+    for i in range(len(options)):
+        missing = norm_given and i == 0
+        count = 6 + (recurrence == "selective") + pooled - 2 * missing
+        fields += SavedForBackward.of(saved[:count], recurrence, pooled, missing)
+        saved = saved[count:]
+    return fields
 
 
 def _save_for_backward(
-    ctx, options: Options, flat: Sequence[Tensor | None], y_BMC: Tensor, next_normed: tuple, saved: list,
-    others: Sequence = (),
+    ctx, sizes: Sizes, options: tuple[Options, ...], flat: Sequence[Tensor | None], y_BMC: Tensor, next_normed: tuple,
+    saved: list,
 ) -> None:  # fmt: skip
-    """Save the tensors for the backward pass in the order of `BackwardInputs`, followed by the tensors in `others`."""
-    _, scale_B, xhat_TC, rstd_T, norm_C, in_proj, *_ = flat
-    norm_given = xhat_TC is not None
-    if norm_given:
-        saved = [*saved[:-2], xhat_TC, rstd_T]
-    ctx.options = BackwardOptions(options.recurrence, options.class_token_only, norm_given, options.lines)
-    ctx.shape = y_BMC.shape
+    """Save the tensors for the backward pass in the order that `backward_run` expects after the gradients."""
+    xhat_TC, rstd_T = flat[1:3]
+    # every block except the first backpropagates through its input norm, even if the previous block computed this norm
+    ctx.options = tuple([
+        BackwardOptions(own.recurrence, own.class_token_only, i == 0 and xhat_TC is not None, own.lines)
+        for i, own in enumerate(options)
+    ])  # fmt: skip
+    ctx.sizes, ctx.shape = sizes, y_BMC.shape
     ctx.set_materialize_grads(False)  # do not allocate zero gradients for outputs that are only saved for backward
-    ctx.save_for_backward(*next_normed, scale_B, norm_C, in_proj, *saved, *others)
+    kept = []
+    for i, (scale_B, weights) in enumerate(scales_and_weights(len(options), flat)):
+        norm_and_in_proj = weights[:2]
+        kept += [scale_B, *norm_and_in_proj, *saved[i * FIELDS : (i + 1) * FIELDS]]
+    if xhat_TC is not None:
+        kept[1 + FIELDS : 3 + FIELDS] = [xhat_TC, rstd_T]  # the last fields of the first block
+    ctx.save_for_backward(*next_normed, *kept)
 
 
-def gradient_of_output(ctx, dx_BMC: Tensor | None, dnext_TC: Tensor) -> Tensor:
-    """Return the gradient of the block's output, or zeros if only the output's norm has a gradient."""
+def _gradient_of_output(ctx, dx_BMC: Tensor | None, dnext_TC: Tensor) -> Tensor:
+    """Return the gradient of the last block's output, or zeros if only the output's norm has a gradient."""
     return torch.zeros(ctx.shape, device=dnext_TC.device) if dx_BMC is None else dx_BMC
 
 
+def _gradients(ctx, results: list, views: Callable[[Tensor], list[Tensor]]) -> tuple:
+    """Return the gradients of the arguments of an autograd function, given the results of `backward_run`.
+
+    `views` splits the flat gradient of a block's weights.
+    """
+    blocks, gradients = len(ctx.options), []
+    dx_BLC, dxhat_TC, *of_weights = results
+    each = len(of_weights) // blocks
+    for i in range(blocks):
+        dout_proj, *dA_log, dweights = of_weights[i * each : (i + 1) * each]
+        dA_logs = dA_log[0].unbind() if dA_log else ()
+        dnorm_C, din_proj, *others = views(dweights)
+        gradients += [dnorm_C, din_proj, dout_proj, *others[:6], *dA_logs[:1], *others[6:], *dA_logs[1:]]
+    dxhat_TC = dxhat_TC if ctx.options[0].norm_given else None
+    return None, None, dx_BLC, dxhat_TC, None, *[None] * blocks, *gradients
+
+
 @functools.lru_cache(maxsize=256)
-def weight_placeholders(sizes: Sizes) -> list[Tensor]:
+def _weight_placeholders(sizes: Sizes) -> list[Tensor]:
     """Return meta tensors with the shapes of the weights' gradients that backward returns in one flat tensor."""
     return [torch.empty(shape, device="meta") for shape in sizes.flat_shapes()]
 
 
-def _below_autograd(options: Options, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Call the CUDA implementation of `vil::block` without its Autograd implementation."""
-    with torch_private.below_autograd():
-        y_BMC, next_normed, saved = torch.ops.vil.block(*_to_schema(options, True, flat))
-    norm_given = Inputs.of(flat).normed is not None
-    kept = SavedForBackward.of(saved, options.recurrence, options.lines is not None, norm_given)
-    return [y_BMC, *(next_normed or (None, None)), *kept]
-
-
-def _differentiable_block(*arguments):
+def _differentiable(*arguments):
     """Implement `vil::block` for PyTorch's Autograd dispatch key."""
     # in the forward pass of a compiled training step, `keep` is true, but gradients are disabled
     if not (arguments[-1] and torch.is_grad_enabled()):
         if is_eager(arguments[6]):
-            return _block(*arguments)
+            return _forward(*arguments)
         with torch_private.below_autograd():
             return torch.ops.vil.block(*arguments)
-    options, _, flat = _from_schema(*arguments)
-    y_BMC, *others = _ObservedBlock.apply(options, *flat)
+    options, keep, flat = _from_schema(*arguments)
+    check_forward(options, keep, flat)
+    (_, weights), *_ = scales_and_weights(len(options), flat)
+    y_BMC, *others = _ObservedBlocks.apply(BlockWeights.of(weights).sizes(), options, *flat)
     next_normed, saved = others[:2], others[2:]
     return y_BMC, [t for t in next_normed if t is not None], [t for t in saved if t is not None]
 
 
-torch.library.impl("vil::block", "CUDA", _block)
-torch.library.impl("vil::block_backward", "CUDA", _block_backward)
-torch.library.impl("vil::block", "Autograd", _differentiable_block)
+torch.library.impl("vil::block", "CUDA", _forward)
+torch.library.impl("vil::block_backward", "CUDA", _backward)
+torch.library.impl("vil::block", "Autograd", _differentiable)

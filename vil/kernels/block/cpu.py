@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,10 +29,20 @@ MixerSaved = cpu_tokens.Saved | cpu_lines.Saved | cpu_lines.SavedOfClassToken
 _kernel = functools.partial(kernel_of, f"{__package__}.cpu_kernels")
 
 
-def block(
-    x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None, normed: Normed | None = None
+def run_blocks(
+    x_BLC: Tensor,
+    weights: Sequence[BlockWeights],
+    options: Sequence[Options],
+    scales: Sequence[Tensor | None],
+    normed: Normed | None = None,
 ) -> tuple[Tensor, None]:
-    """Run a block on a CPU in fp32, as `block_op.block` does on a GPU, but without the norm for the next block."""
+    """Run consecutive blocks on a CPU in fp32, as `block_op.run_blocks` does on a GPU, but return no norm."""
+    for own in zip(weights, options, scales):
+        x_BLC = _block(x_BLC, *own)
+    return x_BLC, None
+
+
+def _block(x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None) -> Tensor:
     x_BLC, scale_B, flat = x_BLC.contiguous(), None if scale_B is None else scale_B.contiguous(), weights.flat()
     if not all([t.is_contiguous() for t in flat]):  # noqa: C419  all() is faster on a list than on a generator
         weights = BlockWeights.of([t.contiguous() for t in flat])
@@ -40,7 +51,7 @@ def block(
     else:
         y_BMC, *_ = _forward(options, x_BLC, scale_B, weights, keep=False)
     # a block without pooling computes all tokens, so select the tokens to return
-    return y_BMC if options.lines else Tokens(x_BLC.shape[1], options.class_token_only).outputs(y_BMC), None
+    return y_BMC if options.lines else Tokens(x_BLC.shape[1], options.class_token_only).outputs(y_BMC)
 
 
 class _Block(torch.autograd.Function):

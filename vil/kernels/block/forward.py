@@ -1,4 +1,4 @@
-"""Forward pass of the fused block on NVIDIA GPUs, whose launches and matrix products are recorded once and replayed.
+"""Forward pass of one fused block on NVIDIA GPUs. Plans of `forward_run` record the launches and matrix products.
 
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
 M output tokens    H tokens that each direction reads    E columns of uz
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from ..checks import aligned, given
-from ..cuda.plan import planned
 from ..scan import cuda_scan as scans
 from . import kernels
-from .contract import check_forward
 from .kernels import PackedWeights
 from .tokens import Tokens
 from .weights import BlockWeights, Inputs, Options, SavedForBackward
@@ -33,7 +31,6 @@ class Projected(NamedTuple):
     step_logits: Tensor | None  # (2, B, H, D): step sizes before bias and activation
 
 
-@planned(check_forward)
 def forward(
     options: Options, keep: bool, flat: list[Tensor | None], overwrite: bool = False
 ) -> list[Tensor | None]:  # fmt: skip

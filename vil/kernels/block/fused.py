@@ -1,23 +1,23 @@
-"""Choice of a block's fused operator: the operator for NVIDIA GPUs, the operator for CPUs, or None."""
+"""Choice of the function that runs a block fused: the function for NVIDIA GPUs, the function for CPUs, or None."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from . import block_op, cpu, run_op
+from . import block_op, cpu
 from .contract import FP32, TAPS
-from .weights import BlockWeights, Normed, Options
+from .weights import BlockWeights
 
 
 def fused_operator(x_BLC: Tensor, weights: BlockWeights) -> Callable | None:
-    """Return the fused operator that supports a block's weights and input, or None if no operator does.
+    """Return the function that runs blocks with such weights and input fused, or None if the block must run unfused.
 
-    Like `block_op.block`, the operator accepts (x_BLC, weights, options, scale_B, normed), and returns the block's
-    output and the norm of the output or None.
+    The function has the arguments and results of `block_op.run_blocks`, and runs one or more consecutive blocks. If one
+    call runs several blocks, the same function must support all blocks, and all blocks must have the same eps.
     """
     dtype, device, sizes = weights.norm.dtype, x_BLC.device, weights.sizes()
     flat = weights.flat()
@@ -30,31 +30,12 @@ def fused_operator(x_BLC: Tensor, weights: BlockWeights) -> Callable | None:
         return None
     backend = backends.backend_for(device)
     if backend == "cuda":
-        return None if backends.transformed() else block_op.block
+        return None if backends.transformed() else block_op.run_blocks
     # on CPUs, a block runs unfused in torch.compile, dispatch modes, functional transforms and autocast
     hidden = dtype == FP32 and backends.unobserved(x_BLC) and not torch.is_autocast_enabled("cpu")
-    return cpu.block if backend == "cpu" and hidden else None
+    return cpu.run_blocks if backend == "cpu" and hidden else None
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor stores its own values, unlike wrapper subclasses such as those of DTensor and torchao."""
     return not hasattr(type(tensor), "__tensor_flatten__")
-
-
-def run_blocks(
-    operator: Callable,
-    x_BLC: Tensor,
-    weights: Sequence[BlockWeights],
-    options: Sequence[Options],
-    scales: Sequence[Tensor | None],
-    normed: Normed | None,
-) -> tuple[Tensor, Normed | None]:
-    """Run consecutive blocks with the operator that `fused_operator` returned for all of them.
-
-    Each block passes the norm of its output to the next block, so all blocks must have the same eps.
-    """
-    if operator is block_op.block:
-        return run_op.run_blocks(x_BLC, weights, options, scales, normed)
-    for own in zip(weights, options, scales):
-        x_BLC, normed = operator(x_BLC, *own, normed)
-    return x_BLC, normed

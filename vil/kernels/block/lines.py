@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,13 +30,6 @@ class Lines(NamedTuple):
     def of(cls, h: int, w: int, columns: bool) -> Lines:
         """Return the rows, or with `columns` the columns, of a grid of h x w patches."""
         return cls(w, h, True) if columns else cls(h, w, False)
-
-    @classmethod
-    def read(cls, numbers: Sequence[int]) -> Lines | None:
-        """Convert the `lines` argument of an operator to `Lines`, or an empty list to None."""
-        if len(numbers) not in (0, 3):
-            raise ValueError(f"lines must be (number, length, columns) or empty, got {len(numbers)} items")
-        return cls(numbers[0], numbers[1], bool(numbers[2])) if numbers else None
 
     @property
     def S(self) -> int:

@@ -1,6 +1,6 @@
-"""Forward and backward pass of a run, which is a group of consecutive blocks of equal sizes that one plan replays.
+"""Forward and backward pass of a run: one or more consecutive blocks of equal sizes, which one plan replays.
 
-A run costs less host time per block than single blocks. A run's tensors are passed as flat lists with these contents:
+The tensors of a run are passed as flat lists with these contents:
 
     forward     x, xhat and rstd of x (or None twice), each block's scale (or None), each block's weights
     saved       each block's `SavedForBackward` if gradients are needed, with None instead of xhat and rstd if they are
@@ -13,60 +13,45 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..checks import aligned, given
 from ..cuda.plan import planned
-from .backward import backward
-from .contract import check_forward, check_run_backward
+from . import kernels
+from .backward import through_block
+from .contract import check_backward, check_forward
 from .forward import forward
-from .weights import BackwardOptions, Options, SavedForBackward, Sizes
+from .weights import BackwardInputs, BackwardOptions, Options, SavedForBackward, Sizes, scales_and_weights
 
 FIELDS = len(SavedForBackward._fields)
 
 
-def forward_arguments(options: tuple[Options, ...], flat: list[Tensor | None]) -> list[list[Tensor | None]]:
-    """Return the flat inputs of each block. All blocks except the first have None instead of x and its norm."""
-    blocks = len(options)
-    x, xhat, rstd = flat[:3]
-    scales, weights = flat[3 : 3 + blocks], flat[3 + blocks :]
-    each = len(weights) // blocks
-    return [
-        [*((None, scales[i], None, None) if i else (x, scales[i], xhat, rstd)), *weights[i * each : (i + 1) * each]]
-        for i in range(blocks)
-    ]
-
-
-def check_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> None:
-    """Raise a ValueError if an argument of `forward_run` is invalid or not supported by the kernels."""
-    for own, inputs in zip(options, forward_arguments(options, flat)):
-        check_forward(own, keep, [flat[0], *inputs[1:]])
-
-
-@planned(check_run)
+@planned(check_forward)
 def forward_run(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> list[Tensor | None]:
     """Return the last block's output, xhat and rstd of the output (or None twice) and, if `keep`, saved tensors."""
-    run = getattr(forward, "__wrapped__")  # noqa: B009  bypass block plans, because the run's plan records all steps
     x, xhat, rstd = flat[:3]
     saved: list[Tensor | None] = []
-    for i, (own, inputs) in enumerate(zip(options, forward_arguments(options, flat))):
-        given = xhat, rstd
-        x, xhat, rstd, *kept = run(own, keep, [x, inputs[1], xhat, rstd, *inputs[4:]], overwrite=i > 0)
-        if saved and given[0] is not None:
-            kept = [*kept[:-2], *given]
+    for i, (scale, weights) in enumerate(scales_and_weights(len(options), flat)):
+        norm = xhat, rstd
+        x, xhat, rstd, *kept = forward(options[i], keep, [x, scale, xhat, rstd, *weights], overwrite=i > 0)
+        if saved and norm[0] is not None:
+            kept = [*kept[:-2], *norm]
         saved += kept
     return [x, xhat, rstd, *saved]
 
 
-@planned(check_run_backward)
+@planned(check_backward)
 def backward_run(
     options: tuple[BackwardOptions, ...], sizes: Sizes, flat: list[Tensor | None]
 ) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of x and of its norm xhat (or None), and then the gradients of each block's weights."""
-    run = getattr(backward, "__wrapped__")  # noqa: B009
-    dx, dnext, *next_normed = flat[:4]
+    dx, dnext, xhat, rstd, *others = map(aligned, flat)
     each = 3 + FIELDS
+    of_blocks = [BackwardInputs.of(others[i : i + each]) for i in range(0, len(others), each)]
+    dx_TC, dout_TC = given(dx).flatten(0, 1), None
+    if dnext is not None:
+        dx_TC, dout_TC = kernels.norm_backward(dnext, given(xhat), given(rstd), dx_TC)
     gradients: list[Tensor | None] = []
-    for i, own in reversed([*enumerate(options)]):
-        inputs = flat[4 + i * each : 4 + (i + 1) * each]
-        dx, dnext, *of_weights = run(own, sizes, True, [dx, dnext, *next_normed, *inputs])
+    for own, inputs in zip(reversed(options), reversed(of_blocks)):
+        dx_TC, dout_TC, dxhat_TC, of_weights = through_block(own, sizes, inputs, dx_TC, dout_TC)
         gradients = [*of_weights, *gradients]
-        next_normed = inputs[-2:] if own.norm_given else [None, None]
-    return [dx, dnext, *gradients]
+    B, L, _ = of_blocks[0].saved.uz.shape
+    return [dx_TC.view(B, L, -1), dxhat_TC, *gradients]

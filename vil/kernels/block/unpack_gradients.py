@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..cuda import launches
 from ..cuda.elements import ELEMENT
 from ..cuda.source import I64, In, Out, Source
-from ..torch_private import unflatten
 from .pack_weights import by_direction, direction_parameters, reference_packed
 from .reference import gradients as by_autograd
 from .weights import BlockWeights, Sizes
@@ -28,10 +29,11 @@ SOURCE = Source("block/unpack_gradients", {
 
 def unpack_gradients(
     norm_C: Tensor, in_proj: Tensor, sizes: Sizes, dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
-    dstep_proj: Tensor, dskips: Tensor, dstep_bias: Tensor, dtype: torch.dtype, in_one: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """Convert gradients of packed weights to gradients of the norm, in_proj and both directions' weights except A_log.
+    dstep_proj: Tensor, dskips: Tensor, dstep_bias: Tensor, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return one flat tensor with the gradients of the norm, in_proj and both directions' weights except A_log.
 
+    The flat tensor contains the gradients in the order of `Sizes.flat_shapes`.
     Gradients with a dimension `parts` are partial sums to be added, and their numbers of parts may differ.
 
     Args:
@@ -44,18 +46,15 @@ def unpack_gradients(
         dskips: Gradient (parts, 2, D) of the skip weights.
         dstep_bias: Gradient (parts, 2, D) of the step bias.
         dtype: Dtype of the matrix products.
-        in_one: Whether to return all gradients in one tensor, for `unflatten`.
     """
     C, D, _, R, K = sizes
-    norm, in_proj_shape, _, *directions = sizes.shapes()
-    gradients = [norm_C.new_empty(shape) for shape in (norm, in_proj_shape, *directions)]
-    if in_one:
-        memory = norm_C.new_empty(sum(t.numel() for t in gradients))
-        gradients = unflatten(memory, gradients)
+    shapes = sizes.flat_shapes()
+    lengths = [math.prod(shape) for shape in shapes]
+    flat = norm_C.new_empty(sum(lengths))
+    dnorm, din_proj, *ddirections = [part.view(shape) for part, shape in zip(flat.split(lengths), shapes)]
     blocks = -(-C // 8) + -(-2 * D * (sizes.padded_P + sizes.padded_R + K + 3) // 256)
     vector = 4 if C % 4 == 0 else 1
     macros = dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[norm_C.dtype], VECTOR=vector, WIDTH=C, TAPS=K)
-    dnorm, din_proj, *ddirections = gradients
     launches.launch(SOURCE, "unpack_gradients", macros, blocks, 256, dict(
         norm=norm_C, in_proj=in_proj, dfolded=dfolded, dfilters=dfilters, dx_projs=dx_proj, dsteps=dstep_proj,
         filter_parts=dfilters.shape[0], x_parts=dx_proj.shape[1], step_parts=dstep_proj.shape[1],
@@ -65,13 +64,13 @@ def unpack_gradients(
         **by_direction("d", (ddirections[:6], ddirections[6:])), channels=D, projections_=sizes.padded_P,
         rank_=R, padded_rank_=sizes.padded_R,
     ))  # fmt: skip
-    return [memory] if in_one else gradients
+    return flat
 
 
 def reference(
     norm_C: Tensor, in_proj: Tensor, sizes: Sizes, dfolded: Tensor, dfilters: Tensor, dx_proj: Tensor,
-    dstep_proj: Tensor, dskips: Tensor, dstep_bias: Tensor, dtype: torch.dtype, in_one: bool = False,
-) -> list[Tensor]:  # fmt: skip
+    dstep_proj: Tensor, dskips: Tensor, dstep_bias: Tensor, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Reference implementation of `unpack_gradients`."""
 
     def packed(norm_C, in_proj, *directions):
@@ -85,4 +84,4 @@ def reference(
     )  # fmt: skip
     directions = [torch.zeros(shape, dtype=dtype) for shape in sizes.shapes()[3:]]
     found = by_autograd(packed, [norm_C, in_proj, *directions], torch.cat([t.flatten() for t in dpacked]))
-    return [torch.cat([t.flatten() for t in found])] if in_one else found
+    return torch.cat([t.flatten() for t in found])

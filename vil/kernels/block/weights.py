@@ -1,4 +1,4 @@
-"""Named tuples for a block's operators: weights, sizes, options, and tensors saved for backward.
+"""Named tuples for the operators of blocks: weights, sizes, options, and tensors saved for backward.
 
 The schema of `vil::block` does not support named tuples. `flat` and `of` convert between named tuples and lists.
 
@@ -10,7 +10,7 @@ The schema of `vil::block` does not support named tuples. `flat` and `of` conver
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,15 +138,22 @@ class Inputs(NamedTuple):
     normed: Normed | None  # norm of x if the previous block has computed the norm, otherwise None
     weights: BlockWeights
 
-    def flat(self) -> list[Tensor | None]:
-        return [self.x, self.scale, *(self.normed or (None, None)), *self.weights.flat()]
-
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> Inputs:
-        """Convert a list of tensors, in the order of `flat`, to `Inputs`."""
+        """Convert a list in the order of the fields to `Inputs`. `normed` and `weights` are flattened."""
         x, scale, xhat, rstd, *weights = flat
         normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
         return cls(given(x), scale, normed, BlockWeights.of([given(t) for t in weights]))
+
+
+def scales_and_weights(blocks: int, flat: Sequence[Any]) -> list[tuple[Tensor | None, Sequence[Tensor]]]:
+    """Return each block's scale (or None) and weights from the flat inputs of consecutive blocks.
+
+    The flat inputs are x, xhat and rstd of x (or None twice), each block's scale, and each block's weights.
+    """
+    scales, weights = flat[3 : 3 + blocks], flat[3 + blocks :]
+    each = len(weights) // blocks
+    return [(scales[i], weights[i * each : (i + 1) * each]) for i in range(blocks)]
 
 
 class SavedForBackward(NamedTuple):
@@ -177,11 +184,8 @@ class SavedForBackward(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Input tensors of the backward pass."""
+    """Tensors of the forward pass that the backward pass of a block reads."""
 
-    dx: Tensor  # (B, M, C): gradient of the block's output
-    dnext: Tensor | None  # (B * M, C): gradient of the output's norm, `next_normed.xhat`
-    next_normed: Normed | None  # norm of the block's output if forward has returned the norm
     scale: Tensor | None  # (B,): stochastic depth's factor of each image
     norm: Tensor  # (C,): weight of the norm
     in_proj: Tensor  # (2D, C)
@@ -189,8 +193,7 @@ class BackwardInputs(NamedTuple):
 
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> BackwardInputs:
-        """Convert a list in the order of the fields to `BackwardInputs`. `next_normed` and `saved` are flattened."""
-        dx, dnext, xhat, rstd, scale, norm, in_proj, uz, mean, states, packed, *others = flat
-        next_normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
+        """Convert a list in the order of the fields to `BackwardInputs`. `saved` is flattened."""
+        scale, norm, in_proj, uz, mean, states, packed, *others = flat
         saved = SavedForBackward(given(uz), given(mean), given(states), given(packed), *others)
-        return cls(given(dx), dnext, next_normed, scale, given(norm), given(in_proj), saved)
+        return cls(scale, given(norm), given(in_proj), saved)
