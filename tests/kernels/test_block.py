@@ -56,7 +56,7 @@ def reference_kernels(monkeypatch):
         monkeypatch.setattr(module, "FP32", torch.float64)
         monkeypatch.setattr(module, "backends", SimpleNamespace(**{**vars(backends), **as_on_a_gpu}))
     saved_rows = contract._saved_rows
-    # reference kernels save no states, and all other tensors in fp64
+    # reference kernels do not save states, and save all other tensors in fp64
     monkeypatch.setattr(
         contract, "_saved_rows", lambda *a: [(*row[:3], None) for row in saved_rows(*a) if "states" not in row[0]]
     )
@@ -513,7 +513,7 @@ def test_backward_of_a_block_needs_at_most_the_memory_of_five_scan_inputs():
 @pytest.mark.parametrize(("mixer", "middle"), [(LonghornMixer, True), (MambaMixer, False)])
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_operator_of_one_and_of_two_blocks_passes_opcheck(count, mixer, middle, device, monkeypatch):
-    """torch.library.opcheck accepts `vil::block`: schema, autograd, fake results, dynamic shapes."""
+    """`vil::block` passes the checks of schema, autograd, fake results and dynamic shapes by torch.library.opcheck."""
     if device == "cpu":
         blocks.on_an_emulated_gpu(monkeypatch)
     block = make_block(mixer, 16, device=device)

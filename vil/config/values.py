@@ -101,8 +101,8 @@ for _kind in ("int", "float"):
 def override(options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `options`, overridden by the given options.
 
-    The given model arguments override single model arguments of `options`. None for `model_kwargs` removes all model
-    arguments of `options`.
+    The given model arguments override only the model arguments of the same name in `options`. If `model_kwargs` is
+    given as None, all model arguments of `options` are removed.
     """
     both = {**options, **given}
     if options.get("model_kwargs") and given.get("model_kwargs"):

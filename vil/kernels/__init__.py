@@ -2,9 +2,10 @@
 
 `scan`      the recurrences: `interface` has the public functions, `scan_op` registers `vil::scan`, which runs on
 `cuda_scan` (CUDA C++), `triton_scan` or `cpu_scan` (Numba), and `torch_scan` is plain PyTorch for any device
-`block`     the model's residual block around the scan: `fused` decides which block runs fused, `block_op` registers
-`vil::block`, which computes consecutive blocks, `run` records plans of the blocks, `forward` and `backward` launch a
-block's kernels, and `cpu` is the CPU version, with the mixer `cpu_tokens` or, in pooled blocks, `cpu_lines`
+`block`     the model's residual block around the scan: `fused` decides which block runs fused, `block_op` registers the
+operator `vil::block` for consecutive blocks, `run` is the operator's forward and backward pass, `forward` and
+`backward` launch a block's kernels, and `cpu` is the CPU version, with the mixer `cpu_tokens` or, in pooled blocks,
+`cpu_lines`
 `augment`   augmentation of image batches
 
 `scan` and `block` have their reference implementations in `reference`.

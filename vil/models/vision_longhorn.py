@@ -15,7 +15,7 @@ On an NVIDIA GPU, `model(images)` calls these functions, each of which calls the
     VisionLonghorn.forward_features    vision_longhorn.py    patches to tokens, blocks, norm
     Blocks.forward                     block.py              sequence of blocks
     run_blocks                         dispatch.py           fused operator or `Block.forward` for each block
-    run_blocks                         vil/kernels/block     operator that computes consecutive blocks
+    block_op.run_blocks                vil/kernels/block     function that calls the operator for consecutive blocks
     launch                             vil/kernels/cuda      compilation and launch of the operator's kernels
 
 Dimension letters in the suffixes of tensor names:

@@ -49,7 +49,7 @@ def through_block(
         The gradient of x, a copy of the gradient of x in the dtype of matrix products, the gradient of xhat (the
         RMSNorm of x), and a list of the gradients of the weights. If xhat was an input of the block, the gradient of x
         does not include the gradient through xhat, and the copy is None. Otherwise, the gradient of xhat is None. The
-        list contains the gradient of out_proj, for the selective recurrence the gradient of A_log, and one flat tensor
+        list contains the gradient of out_proj, the gradient of A_log (selective recurrence only), and one flat tensor
         with the gradients of all other weights.
     """
     scale_B, norm_C, in_proj, saved = inputs

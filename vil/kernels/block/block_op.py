@@ -1,12 +1,13 @@
-"""One or more consecutive bidirectional blocks as one PyTorch operator for NVIDIA GPUs, `vil::block`, and its gradient.
+"""PyTorch operator `vil::block`, which computes one or more consecutive bidirectional blocks on NVIDIA GPUs.
 
 The operator computes `reference.block` for each block with fewer kernels and fewer tensors saved for backward. The
 norm's weight is folded into in_proj, both directions share each kernel, the residual addition is part of the matrix
 product with out_proj, and backward recomputes convolutions, projections and gate.
 
 A call of an operator costs host time, in eager mode and under torch.compile. Therefore a model runs up to `BLOCKS`
-blocks of equal sizes with one call. More blocks per call would delay the first kernel of a call, and the gradients of
-the last blocks, which DistributedDataParallel all-reduces during the backward pass of earlier blocks.
+blocks of equal sizes with one call. More blocks per call would delay the first kernel of a call. More blocks would also
+delay the gradients of the last blocks, so that DistributedDataParallel could all-reduce fewer gradients during the
+backward pass.
 
 Consecutive blocks share a fused add-norm if the norm costs no extra kernel. Such a block maps the residual stream x and
 xhat, the norm of x without a weight, to the output x' and its norm xhat'. The gradient of xhat' is added to the
@@ -22,10 +23,10 @@ half of the tokens up to the class token.
 Functions, classes and modules between a model's call and the kernels:
 
     run_blocks         the function that models call, for single blocks and for sequences of blocks
-    _EagerBlocks       autograd function for eager mode, which calls run.py without the dispatcher
+    _EagerBlocks       autograd function for eager mode, which bypasses the dispatcher
     _ObservedBlocks    autograd function for calls that a compiler or a dispatch mode observes
     _forward, _fake_*  implementations of the operators; lists of tensors in an operator's schema omit missing tensors
-    run.py             forward and backward pass of consecutive blocks; plans record and replay the calls of kernels
+    run.py             forward and backward pass of consecutive blocks; plans record and replay the launches of kernels
     forward, backward  modules that call the kernels and matrix products of one block in order
 """
 
@@ -58,7 +59,7 @@ from .weights import (
     scales_and_weights,
 )
 
-BLOCKS = 6  # maximum number of consecutive blocks that one call of `vil::block` computes
+BLOCKS = 6  # maximum number of consecutive blocks that `run_blocks` passes to one call of `vil::block`
 
 torch.library.define(
     "vil::block",
@@ -113,7 +114,7 @@ def run_blocks(
 def _end(
     x_BLC: Tensor, weights: Sequence[BlockWeights], options: Sequence[Options], start: int, sizes: Sizes, keep: bool
 ) -> int:  # fmt: skip
-    """Return the index after the last block that one call of `vil::block`, beginning with block `start`, can compute.
+    """Return the exclusive end of the longest sequence of blocks from `start` that one call of `vil::block` computes.
 
     `sizes` are the sizes of block `start`, and `keep` is whether block `start` needs gradients.
     """
@@ -202,10 +203,10 @@ def _backward_arguments(
 
 
 def _backward(*arguments):
-    """Return the gradients of x, of xhat (the RMSNorm of x) and of all weights of each block.
+    """Return the gradients of the first block's x and xhat (the RMSNorm of x), and of the weights of each block.
 
     The gradient of xhat is empty unless `norm_given`. The gradients of a block's weights are the gradient of out_proj,
-    for the selective recurrence one tensor for both A_log, and one flat tensor for all other weights. A list of few
+    one tensor for both A_log (selective recurrence only), and one flat tensor for all other weights. A list of few
     tensors saves host time under torch.compile.
     """
     dx_BMC = arguments[5]
@@ -352,7 +353,7 @@ def _save_for_backward(
         norm_and_in_proj = weights[:2]
         kept += [scale_B, *norm_and_in_proj, *saved[i * FIELDS : (i + 1) * FIELDS]]
     if xhat_TC is not None:
-        kept[1 + FIELDS : 3 + FIELDS] = [xhat_TC, rstd_T]  # the last fields of the first block
+        kept[1 + FIELDS : 3 + FIELDS] = [xhat_TC, rstd_T]  # the first block saved no norm, because the norm is an input
     ctx.save_for_backward(*next_normed, *kept)
 
 

@@ -3,8 +3,8 @@
 Dimension letters of this module. If weights.py defines the same letter, this list applies:
 
     E 2D    P R + 2N    K filter taps    S states between chunks    U columns of uz    W elements of the packed weights
-    M, m output tokens of the last block and of each block    l tokens that the recurrence reads
-    T, t tokens of the batch before the first and after the last block
+    M output tokens of the last block    m output tokens of a block    l tokens that the recurrence reads
+    T tokens of the batch before the first block    t tokens of the batch after the last block
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FP32 = torch.float32
 TAPS = (2, 3, 4)  # convolution widths that the kernels support
 WEIGHTS = 2**32 - 1  # maximum number of elements of in_proj, which kernels index with 32 bits
 
-# dimension letters of each weight, in the order of `BlockWeights.flat`
+# dimension letters of each weight; `BlockWeights.flat` lists the weights of BLOCK, and then of each direction
 DIRECTION = dict(conv="D1K", conv_bias="D", x_proj="PD", step_proj="DR", step_bias="D", skip="D", A_log="DN")
 BLOCK = dict(norm="C", in_proj="EC", out_proj="CD")
 # dimension letters and dtype of each field of `SavedForBackward`, where None means the dtype of the matrix products
@@ -45,8 +45,8 @@ SAVED: dict[str, tuple[str, torch.dtype | None]] = {
 def check_lists(recurrence: str, blocks: int, **lists: Any) -> None:
     """Raise a ValueError unless an operator's list arguments have the expected lengths.
 
-    `blocks` is the length of the argument `scales`. Each item of `lists` is a tuple of an argument and of the
-    argument's permitted lengths.
+    `blocks` is the length of the argument `scales`. Each keyword argument is a tuple: the list to check, and then its
+    permitted lengths.
     """
     check_choice("recurrence", recurrence, backends.RECURRENCES)
     if blocks < 1:
@@ -54,7 +54,7 @@ def check_lists(recurrence: str, blocks: int, **lists: Any) -> None:
     for name, (items, *lengths) in lists.items():
         if len(items) not in lengths:
             expected = " or ".join(map(str, lengths))
-            raise ValueError(f"{name} must hold {expected} items, because scales has {blocks}, got {len(items)} items")
+            raise ValueError(f"{name} must hold {expected} items if scales has {blocks}, got {len(items)} items")
 
 
 def check_forward(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> None:
@@ -133,7 +133,7 @@ def check_backward(options: tuple[BackwardOptions, ...], sizes: Sizes, flat: lis
 
 
 def _check_sizes(argument: str, sizes: Sizes) -> None:
-    """Raise a ValueError that names the operator's argument if the kernels do not support the sizes of the weights."""
+    """Raise a ValueError that begins with `argument` if the kernels do not support the sizes of the weights."""
     C, D, N, R, K = sizes
     if min(C, D, R) < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Choice of the function that runs a block fused: the function for NVIDIA GPUs, the function for CPUs, or None."""
+"""Selection of the fused implementation of a block: the implementation for NVIDIA GPUs or for CPUs, or None."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .weights import BlockWeights
 
 
 def fused_operator(x_BLC: Tensor, weights: BlockWeights) -> Callable | None:
-    """Return the function that runs blocks with such weights and input fused, or None if the block must run unfused.
+    """Return the fused implementation that supports the weights and the input, or None if the block must run unfused.
 
-    The function has the arguments and results of `block_op.run_blocks`, and runs one or more consecutive blocks. If one
-    call runs several blocks, the same function must support all blocks, and all blocks must have the same eps.
+    The returned function has the arguments and results of `block_op.run_blocks`. To run several blocks with one call,
+    `fused_operator` must return the same function for each of the blocks.
     """
     dtype, device, sizes = weights.norm.dtype, x_BLC.device, weights.sizes()
     flat = weights.flat()

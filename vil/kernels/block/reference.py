@@ -20,8 +20,8 @@ from .weights import BlockWeights, DirectionWeights, Options
 def block(x_BLC: Tensor, weights: BlockWeights, options: Options, scale_B: Tensor | None = None) -> Tensor:
     """Return x + scale * out_proj(mean of both directions * silu(z)).
 
-    The arguments are those of `block_op.run_blocks` for a single block, without `normed`. Of the options, only
-    `recurrence` and `eps` are used.
+    `weights`, `options` and `scale_B` are single items of the lists that `block_op.run_blocks` accepts. Of the options,
+    only `recurrence` and `eps` are used.
     """
     h_BLC = F.rms_norm(x_BLC, weights.norm.shape, weights.norm, options.eps)
     u_BLD, z_BLD = F.linear(h_BLC, weights.in_proj).chunk(2, dim=-1)

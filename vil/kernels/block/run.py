@@ -1,4 +1,4 @@
-"""Forward and backward pass of a run: one or more consecutive blocks of equal sizes, which one plan replays.
+"""Forward and backward pass of a run, a sequence of one or more blocks of equal sizes that a single plan replays.
 
 The tensors of a run are passed as flat lists with these contents:
 

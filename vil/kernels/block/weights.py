@@ -140,7 +140,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> Inputs:
-        """Convert a list in the order of the fields to `Inputs`. `normed` and `weights` are flattened."""
+        """Convert a list of tensors, which has the order of the fields and contains no tuples, to `Inputs`."""
         x, scale, xhat, rstd, *weights = flat
         normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
         return cls(given(x), scale, normed, BlockWeights.of([given(t) for t in weights]))
@@ -193,7 +193,7 @@ class BackwardInputs(NamedTuple):
 
     @classmethod
     def of(cls, flat: Iterable[Tensor | None]) -> BackwardInputs:
-        """Convert a list in the order of the fields to `BackwardInputs`. `saved` is flattened."""
+        """Convert a list of tensors, which has the order of the fields and contains no tuples, to `BackwardInputs`."""
         scale, norm, in_proj, uz, mean, states, packed, *others = flat
         saved = SavedForBackward(given(uz), given(mean), given(states), given(packed), *others)
         return cls(scale, given(norm), given(in_proj), saved)
