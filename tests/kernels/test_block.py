@@ -274,6 +274,41 @@ def test_runs_of_blocks_have_the_gradients_of_plain_blocks(
     assert reference_kernels[:8] == [False] + [True] * 7
 
 
+@pytest.mark.parametrize("how", ["eager", "observed"])
+def test_blocks_of_different_sizes_or_kinds_do_not_share_a_call(how, reference_kernels, plain, monkeypatch):
+    monkeypatch.setattr(block_op, "is_eager", lambda t: how == "eager")
+    kinds = [dict(), dict(), dict(pool="rows"), dict(pool="columns")]
+    modules = [make_block(LonghornMixer, 24, seed=i, dtype=torch.float64, **kind) for i, kind in enumerate(kinds)]
+    modules[0].mixer = LonghornMixer(24, conv_width=3).double()
+    chain = Blocks(*modules)
+    x, dy = torch.randn(2, 3, 10, 24, dtype=torch.float64)
+    found = outcome(chain, x, dy, grid=(3, 3))
+    assert len(reference_kernels) == 4
+    plain()
+    torch.testing.assert_close(found, outcome(chain, x, dy, grid=(3, 3)))
+
+
+@pytest.mark.parametrize("how", ["eager", "observed"])
+def test_an_output_without_a_gradient_has_zero_gradients(how, reference_kernels, monkeypatch):
+    """A function after the block returns None as its gradient, so autograd passes None for all outputs of the block."""
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    monkeypatch.setattr(block_op, "is_eager", lambda t: how == "eager")
+    block = make_block(LonghornMixer, 24, dtype=torch.float64)
+    x = torch.randn(2, 10, 24, dtype=torch.float64, requires_grad=True)
+    Constant.apply(block(x)).sum().backward()
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
 def test_models_call_kernels_only_through_dispatch(reference_kernels, monkeypatch):
     """Models reach kernels only through vil.models.dispatch, and vil.kernels never calls back into vil.models."""
     monkeypatch.setattr(block_op, "is_eager", lambda t: True)

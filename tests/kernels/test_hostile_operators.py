@@ -233,6 +233,15 @@ def test_two_valid_blocks_are_accepted(call, recurrence, launched):
 
 
 @recurrences
+def test_an_empty_batch_has_no_backward_pass(recurrence, launched):
+    named = CALLS["block_backward"](recurrence)
+    first, *saved = named["saved"]
+    with pytest.raises(ValueError, match="dx_BMC must not be empty"):
+        run("block_backward", named | dict(dx_BMC=named["dx_BMC"][:0], saved=[first[:0], *saved]))
+    assert launched == []
+
+
+@recurrences
 def test_gradients_of_two_blocks_have_the_dtypes_of_each_blocks_weights(recurrence):
     named = tree_map_only(torch.Tensor, lambda t: t.to("meta"), CALLS["block_backward of two"](recurrence))
     first, second = named["weights"][:2], named["weights"][2:]

@@ -109,6 +109,11 @@ def test_the_chosen_model_arguments_can_be_removed(photos, caplog):
     assert "--model-kwargs" not in caplog.text
 
 
+def test_no_given_model_arguments_keep_the_chosen_ones(photos):
+    options = complete({"data_dir": photos, "device": "cpu", "model_kwargs": {}})
+    assert options["model_kwargs"] == {"patch_size": 8, "depth": BLOCKS["cpu"]}
+
+
 def test_a_config_leaves_only_the_splits_to_choose(photos):
     given = {"data_dir": photos, "epochs": 3}
     splits = {"train_split": ".", "val_fraction": 0.2}

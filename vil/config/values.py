@@ -105,7 +105,7 @@ def override(options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     given as None, all model arguments of `options` are removed.
     """
     both = {**options, **given}
-    if options.get("model_kwargs") and given.get("model_kwargs"):
+    if options.get("model_kwargs") and given.get("model_kwargs") is not None:
         both["model_kwargs"] = {**options["model_kwargs"], **given["model_kwargs"]}
     return both
 

@@ -191,7 +191,7 @@ def _choose_training(num_images: int, given: Mapping[str, Any]) -> dict[str, Any
 def _not_given(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chosen options without those that the user has given, also inside `model_kwargs`."""
     options = {name: value for name, value in chosen.items() if name not in given}
-    if given.get("model_kwargs"):
+    if given.get("model_kwargs") is not None:
         arguments = chosen.get("model_kwargs", {}).items()
         kwargs = {name: value for name, value in arguments if name not in given["model_kwargs"]}
         options |= {"model_kwargs": kwargs} if kwargs else {}

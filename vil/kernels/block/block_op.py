@@ -280,7 +280,7 @@ class _EagerBlocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_BMC, dnext_TC, _):
-        dx_BMC, placeholders = _gradient_of_output(ctx, dx_BMC, dnext_TC), _weight_placeholders(ctx.sizes)
+        dx_BMC, placeholders = _gradient_of_output(ctx, dx_BMC), _weight_placeholders(ctx.sizes)
         results = backward_run(ctx.options, ctx.sizes, [dx_BMC, dnext_TC, *ctx.saved_tensors])
         return _gradients(ctx, results, lambda dweights: torch_private.unflatten(dweights, placeholders))
 
@@ -304,7 +304,7 @@ class _ObservedBlocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_BMC, dnext_TC, *_):
-        dx_BMC, options = _gradient_of_output(ctx, dx_BMC, dnext_TC), ctx.options
+        dx_BMC, options = _gradient_of_output(ctx, dx_BMC), ctx.options
         next_xhat_TC, next_rstd_T, *others = ctx.saved_tensors
         each = 3 + FIELDS
         of_blocks = [others[i * each : (i + 1) * each] for i in range(len(options))]
@@ -346,7 +346,7 @@ def _save_for_backward(
         BackwardOptions(own.recurrence, own.class_token_only, i == 0 and xhat_TC is not None, own.lines)
         for i, own in enumerate(options)
     ])  # fmt: skip
-    ctx.sizes, ctx.shape = sizes, y_BMC.shape
+    ctx.sizes, ctx.output = sizes, (y_BMC.shape, y_BMC.dtype, y_BMC.device)
     ctx.set_materialize_grads(False)  # do not allocate zero gradients for outputs that are only saved for backward
     kept = []
     for i, (scale_B, weights) in enumerate(scales_and_weights(len(options), flat)):
@@ -357,9 +357,10 @@ def _save_for_backward(
     ctx.save_for_backward(*next_normed, *kept)
 
 
-def _gradient_of_output(ctx, dx_BMC: Tensor | None, dnext_TC: Tensor) -> Tensor:
-    """Return the gradient of the last block's output, or zeros if only the output's norm has a gradient."""
-    return torch.zeros(ctx.shape, device=dnext_TC.device) if dx_BMC is None else dx_BMC
+def _gradient_of_output(ctx, dx_BMC: Tensor | None) -> Tensor:
+    """Return the gradient of the last block's output, or zeros if the output has no gradient."""
+    shape, dtype, device = ctx.output
+    return torch.zeros(shape, dtype=dtype, device=device) if dx_BMC is None else dx_BMC
 
 
 def _gradients(ctx, results: list, views: Callable[[Tensor], list[Tensor]]) -> tuple:

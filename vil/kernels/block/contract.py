@@ -103,6 +103,8 @@ def check_backward(options: tuple[BackwardOptions, ...], sizes: Sizes, flat: lis
     # check uz first, because the shapes of other saved tensors follow from the number of tokens in uz
     known = sizes._asdict() | {"1": 1, "2": 2, "E": 2 * sizes.D, "W": kernels.packed_size(sizes, dtype)}
     check(known, residual, ("saved[0] (uz)", uz_BLU, "BLU", dtype))
+    if given(dx_BMC).numel() == 0:
+        raise ValueError(f"dx_BMC must not be empty, got the shape {tuple(given(dx_BMC).shape)}")
     B, L, M, U = (known[letter] for letter in "BLMU")
     expected = Tokens(L, last.class_token_only).M, Tokens(L, options[0].class_token_only).columns(sizes.D)
     if expected != (M, U):
