@@ -33,7 +33,6 @@ Functions, classes and modules between a model's call and the kernels:
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -186,7 +185,7 @@ def _backward_arguments(
     recurrence, class_token_only, norm_given, lines, sizes, dx_BMC, dnext_TC, next_normed, scales, weights, saved
 ) -> tuple[tuple[BackwardOptions, ...], Sizes, list[Tensor | None]]:  # fmt: skip
     """Convert the arguments of the operator `vil::block_backward` to arguments of `backward_run`."""
-    blocks, last, each = len(scales), len(scales) - 1, 6 + (recurrence == "selective") + bool(lines)
+    blocks, last, each = len(scales), len(scales) - 1, SavedForBackward.flat_length(recurrence, bool(lines))
     check_lists(
         recurrence, blocks, lines=(lines, 0, 3 * blocks), sizes=(sizes, len(Sizes._fields)),
         next_normed=(next_normed, 0, 2), weights=(weights, 2 * blocks), saved=(saved, each * blocks),
@@ -262,7 +261,7 @@ def _fake_backward(*arguments):
     gradients = []
     for norm_C in map(given, flat[5 :: 3 + FIELDS]):
         dA_log = [norm_C.new_empty(2, sizes.D, sizes.N)] if options[0].recurrence == "selective" else []
-        dweights = norm_C.new_empty(sum(math.prod(shape) for shape in sizes.flat_shapes()))
+        dweights = norm_C.new_empty(sizes.flat_size())
         gradients += [norm_C.new_empty(C, sizes.D), *dA_log, dweights]
     return [dx_BMC.new_empty(B, L, C), dxhat_TC, *gradients]
 
@@ -314,13 +313,7 @@ class _ObservedBlocks(torch.autograd.Function):
             [own[0] for own in of_blocks], [t for own in of_blocks for t in own[1:3]],
             [t for own in of_blocks for t in own[3:] if t is not None],
         )  # fmt: skip
-        shapes = ctx.sizes.flat_shapes()
-
-        def views(dweights: Tensor) -> list[Tensor]:
-            parts = dweights.split([math.prod(shape) for shape in shapes])
-            return [part.view(shape) for part, shape in zip(parts, shapes)]
-
-        return _gradients(ctx, results, views)
+        return _gradients(ctx, results, ctx.sizes.split)
 
 
 def _all_fields(options: tuple[Options, ...], saved: list[Tensor], norm_given: bool) -> list[Tensor | None]:
@@ -329,7 +322,7 @@ def _all_fields(options: tuple[Options, ...], saved: list[Tensor], norm_given: b
     pooled, recurrence = options[0].lines is not None, options[0].recurrence
     for i in range(len(options)):
         missing = norm_given and i == 0
-        count = 6 + (recurrence == "selective") + pooled - 2 * missing
+        count = SavedForBackward.flat_length(recurrence, pooled, missing)
         fields += SavedForBackward.of(saved[:count], recurrence, pooled, missing)
         saved = saved[count:]
     return fields
@@ -363,10 +356,10 @@ def _gradient_of_output(ctx, dx_BMC: Tensor | None) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device) if dx_BMC is None else dx_BMC
 
 
-def _gradients(ctx, results: list, views: Callable[[Tensor], list[Tensor]]) -> tuple:
+def _gradients(ctx, results: list, split: Callable[[Tensor], list[Tensor]]) -> tuple:
     """Return the gradients of the arguments of an autograd function, given the results of `backward_run`.
 
-    `views` splits the flat gradient of a block's weights.
+    `split` splits the flat gradient of a block's weights.
     """
     blocks, gradients = len(ctx.options), []
     dx_BLC, dxhat_TC, *of_weights = results
@@ -374,7 +367,7 @@ def _gradients(ctx, results: list, views: Callable[[Tensor], list[Tensor]]) -> t
     for i in range(blocks):
         dout_proj, *dA_log, dweights = of_weights[i * each : (i + 1) * each]
         dA_logs = dA_log[0].unbind() if dA_log else ()
-        dnorm_C, din_proj, *others = views(dweights)
+        dnorm_C, din_proj, *others = split(dweights)
         gradients += [dnorm_C, din_proj, dout_proj, *others[:6], *dA_logs[:1], *others[6:], *dA_logs[1:]]
     dxhat_TC = dxhat_TC if ctx.options[0].norm_given else None
     return None, None, dx_BLC, dxhat_TC, None, *[None] * blocks, *gradients

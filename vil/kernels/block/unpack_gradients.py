@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -48,10 +46,8 @@ def unpack_gradients(
         dtype: Dtype of the matrix products.
     """
     C, D, _, R, K = sizes
-    shapes = sizes.flat_shapes()
-    lengths = [math.prod(shape) for shape in shapes]
-    flat = norm_C.new_empty(sum(lengths))
-    dnorm, din_proj, *ddirections = [part.view(shape) for part, shape in zip(flat.split(lengths), shapes)]
+    flat = norm_C.new_empty(sizes.flat_size())
+    dnorm, din_proj, *ddirections = sizes.split(flat)
     blocks = -(-C // 8) + -(-2 * D * (sizes.padded_P + sizes.padded_R + K + 3) // 256)
     vector = 4 if C % 4 == 0 else 1
     macros = dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[norm_C.dtype], VECTOR=vector, WIDTH=C, TAPS=K)

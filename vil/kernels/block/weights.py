@@ -9,6 +9,7 @@ The schema of `vil::block` does not support named tuples. `flat` and `of` conver
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +52,16 @@ class Sizes(NamedTuple):
         """Return the shapes of the weights whose gradients share one tensor: all except out_proj and A_log."""
         norm, in_proj, _, *directions = self.shapes()
         return [norm, in_proj, *directions]
+
+    def flat_size(self) -> int:
+        """Return the number of elements of the tensor that contains the gradients of `flat_shapes`."""
+        return sum(math.prod(shape) for shape in self.flat_shapes())
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Split a tensor of `flat_size` elements into views with the shapes of `flat_shapes`."""
+        shapes = self.flat_shapes()
+        parts = flat.split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
 class DirectionWeights(NamedTuple):
@@ -167,6 +178,11 @@ class SavedForBackward(NamedTuple):
     line_means: Tensor | None  # (2, B, number of pooled tokens, D): the scan's input in a pooled block
     xhat: Tensor | None  # xhat and rstd of `Normed`, or None if xhat and rstd were inputs of the block
     rstd: Tensor | None
+
+    @staticmethod
+    def flat_length(recurrence: str, pooled: bool, norm_given: bool = False) -> int:
+        """Return the length of the list that `flat` returns."""
+        return 6 + (recurrence == "selective") + pooled - 2 * norm_given
 
     def flat(self) -> list[Tensor]:
         """Return the list of all tensors that are not None."""
