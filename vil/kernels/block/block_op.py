@@ -10,8 +10,8 @@ delay the gradients of the last blocks, so that DistributedDataParallel could al
 backward pass.
 
 Consecutive blocks share a fused add-norm if the norm costs no extra kernel. Such a block maps the residual stream x and
-xhat, the norm of x without a weight, to the output x' and its norm xhat'. The gradient of xhat' is added to the
-gradient of x' at the start of backward.
+xhat, the norm of x without a weight, to the output x' and its norm xhat'. A block's backward pass ends with the norm
+xhat, unless xhat is an input of the call. Then the backward pass of the previous call begins with this norm.
 
 In a pooled block, the recurrence reads row or column means of the patches (lines.py), and v, y, steps, keys and queries
 of all tokens are never stored: `pool` stores only the skip connections of all tokens, and backward recomputes v from u.
