@@ -94,9 +94,9 @@ FIRST = ("x_GBLD", "x_BLC", "q_GLBN", "dx_BMC", ("saved", 0))
 
 
 def assert_each_wrong_tensor_is_refused(call, named, but=()):
-    """Assert that an invalid tensor raises an error that names the tensor, or any tensor if it is one of `FIRST`.
+    """Assert that each invalid tensor raises an error that names the invalid tensor.
 
-    The weight of each block's norm is treated like the tensors in `FIRST`.
+    If the invalid tensor is in `FIRST` or is the weight of a block's norm, the error may name another tensor.
     """
     count, blocks = 0, len(named.get("scales", [0]))
     norms = [("weights", i * len(named.get("weights", ())) // blocks) for i in range(blocks)]

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 MOST_IMAGES = 10_000
 MOST_CLASSES = 200  # maximum number of classes of a run that writes a report
 
-# type of a function that evaluates weights on the validation split
+# function that evaluates a state dict on the validation split
 Evaluate = Callable[[dict[str, Tensor]], tuple[Evaluation, PredictionCollector]]
 
 

@@ -54,7 +54,7 @@ def check_lists(recurrence: str, blocks: int, **lists: Any) -> None:
     for name, (items, *lengths) in lists.items():
         if len(items) not in lengths:
             expected = " or ".join(map(str, lengths))
-            raise ValueError(f"{name} must hold {expected} items if scales has {blocks}, got {len(items)} items")
+            raise ValueError(f"{name} must hold {expected} items if scales has {blocks} items, got {len(items)}")
 
 
 def check_forward(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> None:

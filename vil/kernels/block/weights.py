@@ -158,9 +158,9 @@ class Inputs(NamedTuple):
 
 
 def scales_and_weights(blocks: int, flat: Sequence[Any]) -> list[tuple[Tensor | None, Sequence[Tensor]]]:
-    """Return each block's scale (or None) and weights from the flat inputs of consecutive blocks.
+    """Return each block's scale (or None) and weights from the list `flat` of the inputs of consecutive blocks.
 
-    The flat inputs are x, xhat and rstd of x (or None twice), each block's scale, and each block's weights.
+    The list contains x, xhat and rstd of x (or None twice), each block's scale, and each block's weights.
     """
     scales, weights = flat[3 : 3 + blocks], flat[3 + blocks :]
     each = len(weights) // blocks

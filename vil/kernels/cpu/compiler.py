@@ -77,7 +77,7 @@ class Kernel:
 
 @functools.cache
 def kernel_of(module: str, factory: str, *constants: int | str) -> Kernel:
-    """Return a kernel of a module. The first call of the kernel compiles the kernel for the constants."""
+    """Return the kernel that a function of a module builds for the constants. The kernel's first call compiles it."""
     return Kernel(module, factory, *constants)
 
 
