@@ -20,7 +20,7 @@ SOURCE = Source("embedding/add_embeddings", {
     ),
 })  # fmt: skip
 
-IMAGES, CTAS = 4, 8  # images that a thread loads at the same time, and CTAs of 256 threads that a multiprocessor runs
+IMAGES, CTAS = 4, 6  # images that a thread loads at the same time, and CTAs of 256 threads that a multiprocessor runs
 
 
 def add_embeddings(projected_BnC: Tensor, bias_C: Tensor, class_token_C: Tensor, positions_LC: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _ctas(L: int, C: int) -> int:
 
 def reference(projected_BnC: Tensor, bias_C: Tensor, class_token_C: Tensor, positions_LC: Tensor) -> Tensor:
     """Reference implementation of `add_embeddings`."""
-    before, behind = (projected_BnC + bias_C).tensor_split([len(positions_LC) // 2], dim=1)
+    before, behind = (projected_BnC + bias_C).tensor_split([(len(positions_LC) - 1) // 2], dim=1)
     return torch.cat([before, class_token_C.expand(len(before), 1, -1), behind], 1) + positions_LC
 
 
