@@ -25,7 +25,7 @@ DEVICES = [pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cud
 # (images, patch grid, patch size, width): odd grids, a single row, column or patch, and patches of 4 to 16 pixels
 SHAPES = [
     (5, (3, 5), (8, 8), 40), (2, (1, 7), (16, 16), 64), (9, (6, 1), (4, 4), 4), (1, (1, 1), (8, 4), 12),
-    (3, (9, 9), (2, 16), 36),
+    (3, (9, 9), (2, 16), 36), (30, (1, 2), (4, 4), 8),
 ]  # fmt: skip
 GPU_SHAPES = [*SHAPES, (128, (14, 14), (16, 16), 384), (1, (14, 14), (16, 16), 192), (70, (39, 40), (8, 8), 192)]
 
@@ -194,6 +194,17 @@ def test_replayed_plans_of_the_emulated_embedding_equal_the_recorded_functions(s
         assert torch.equal(patches, expected[1]) if keep else patches is None
     plan = Plan(embed_op.backward.__wrapped__, (FP32, dx, expected[1]), torch.device("cpu"))
     assert all(map(torch.equal, plan([dx, expected[1]]), of_backward))
+
+
+@pytest.mark.parametrize("C", [192, 384, 768])
+def test_plans_of_training_allocate_all_memory_in_advance(C, monkeypatch):
+    """CUDA graphs of a plan require memory that is allocated before the first launch."""
+    monkeypatch.setattr("vil.kernels.cuda.hardware.multiprocessors", lambda device: 132)
+    shapes = (128, 3, 224, 224), (C, 3, 16, 16), (C,), (1, 1, C), (1, 197, C), (128, 197, C)
+    *inputs, dx = [torch.empty(shape, device="meta") for shape in shapes]
+    patches = torch.empty(128, 196, 768, dtype=BF16, device="meta")
+    assert Plan(embed_op.forward.__wrapped__, (BF16, True, *inputs), dx.device).allocations
+    assert Plan(embed_op.backward.__wrapped__, (FP32, dx, patches), dx.device).allocations
 
 
 def hooked(hook, module):

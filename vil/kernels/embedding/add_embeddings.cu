@@ -6,18 +6,21 @@
 //   dprojected = dx of patches, rounded to Element    sums[p] = sum of dx over every `parts`-th image, starting at p
 //
 // A thread processes 4 adjacent channels of a token. In add_embeddings, a thread processes these channels in IMAGES
-// images, so that embeddings are rarely loaded. In embedding_gradients, CTAs write partial sums over images, because
-// one CTA per token would leave most of the GPU idle.
+// images, so that embeddings are rarely loaded. In embedding_gradients, CTAs write partial sums over images, because the
+// CTAs of one image would leave most of the GPU idle.
 //
 // add_embeddings.py declares the parameters of the kernels. Macros:
 //   INPUT      element type of projected patches: bf16 or fp16; the residual stream is in fp32
 //   PARAMETER  element type of the model's parameters
 //   WIDTH      model width C, a multiple of 4
+//   IMAGES     number of images that a thread loads at the same time
+//
+// B images    L tokens of an image    parts number of partial sums of an element
 
 #include "../cuda/types.cuh"
 
 typedef INPUT Element;
-constexpr int V = 4, THREADS = 256, IMAGES = 4;  // IMAGES: number of images that are loaded at the same time
+constexpr int V = 4, THREADS = 256;
 constexpr unsigned C = WIDTH, PACKS = C / V;
 static_assert(C % V == 0);
 
@@ -27,7 +30,8 @@ struct Place {
     bool is_valid;
     INLINE Place(unsigned L) {
         unsigned ctas = (L * PACKS + THREADS - 1) / THREADS, i = blockIdx.x % ctas * THREADS + threadIdx.x;
-        token = i / PACKS, c = i % PACKS * V, group = blockIdx.x / ctas, class_token = (L - 1) / 2, is_valid = token < L;
+        token = i / PACKS, c = i % PACKS * V, group = blockIdx.x / ctas;
+        class_token = (L - 1) / 2, is_valid = token < L;
     }
     INLINE bool is_patch() const { return token != class_token; }
     INLINE i64 in_tokens() const { return i64(token) * C + c; }

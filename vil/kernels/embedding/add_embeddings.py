@@ -53,7 +53,7 @@ def embedding_gradients(dx_BLC: Tensor, dtype: torch.dtype, parameter: torch.dty
 
 
 def macros_of(dtype: torch.dtype, parameter: torch.dtype, C: int) -> dict:
-    return dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[parameter], WIDTH=C)
+    return dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[parameter], WIDTH=C, IMAGES=IMAGES)
 
 
 def _ctas(L: int, C: int) -> int:

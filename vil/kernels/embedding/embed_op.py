@@ -77,7 +77,7 @@ def forward(
     dtype: torch.dtype, keep: bool, images: Tensor, weight: Tensor, bias: Tensor, class_token: Tensor, positions: Tensor
 ) -> list[Tensor | None]:
     """Return the tokens (B, L, C) and, if `keep`, the patches (B, n, K)."""
-    patches_BnK = patchify(images, weight.shape[2:], dtype)
+    patches_BnK = patchify(images, (weight.shape[2], weight.shape[3]), dtype)
     projected_TC = torch.mm(patches_BnK.flatten(0, 1), weight.flatten(1).to(dtype).t())
     projected_BnC = projected_TC.unflatten(0, patches_BnK.shape[:2])
     return [add_embeddings(projected_BnC, bias, class_token, positions[0]), patches_BnK if keep else None]
