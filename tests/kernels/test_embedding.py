@@ -234,6 +234,7 @@ UNFUSED = {
     },
     "a forward of an instance": lambda model: setattr(model.patch_embed, "forward", model.patch_embed.forward),
     "a subclass": with_subclass,
+    "another patch embedding": lambda model: setattr(model, "patch_embed", nn.Identity()),
     "another projection": lambda model: setattr(model.patch_embed, "proj", nn.Conv2d(3, 40, 8, 8)),
     "a subclass of tensors": with_subclass_of_tensors,
     "an unaligned parameter": unaligned,

@@ -116,7 +116,7 @@ def run_blocks(
 
 
 def run_embedding(
-    images_B3HW: Tensor, patch_embed: nn.Module, classes: Sequence[type], cls_token: Tensor, pos_embed: Tensor
+    images_B3HW: Tensor, patch_embed: Any, classes: Sequence[type], cls_token: Tensor, pos_embed: Tensor
 ) -> Tensor | None:
     """Return the tokens (B, L, C) of images by the fused kernels, or None if the modules must run.
 
@@ -125,11 +125,10 @@ def run_embedding(
     """
     if not _fused or not isinstance(images_B3HW, Tensor) or not embed_op.runs_kernels(images_B3HW):
         return None
-    modules: Any = patch_embed
-    proj = modules._modules["proj"]
+    proj: Any = patch_embed._modules.get("proj")
     if [type(patch_embed), type(proj)] != classes or has_hooks(patch_embed, proj) or proj.stride != proj.kernel_size:
         return None
-    if images_B3HW.dim() != 4 or images_B3HW.shape[1:] != (proj.in_channels, *modules.img_size):
+    if images_B3HW.dim() != 4 or images_B3HW.shape[1:] != (proj.in_channels, *patch_embed.img_size):
         return None
     weights = EmbeddingWeights(proj.weight, proj.bias, cls_token, pos_embed)
     return embed_op.embed(images_B3HW, weights) if embed_op.fits(images_B3HW, weights) else None
