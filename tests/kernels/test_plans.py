@@ -9,6 +9,7 @@ import emulator
 import pytest
 import torch
 from blocks import OnGpu, make_block, on_an_emulated_gpu, weights_of
+from torch.utils._pytree import tree_map
 
 from vil.kernels.block import forward, kernels, run, scan_image, scan_lines_bwd
 from vil.kernels.block.lines import Lines
@@ -413,3 +414,36 @@ def test_replaying_an_emulated_block_equals_running_the_block(
             if len(plans) < 2:
                 plans.append(Plan(run_backward, call, CPU))
             check(plans[1](tensors), run_backward(*call))
+
+
+@pytest.mark.parametrize("norm_given", [False, True])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_plans_of_six_blocks_allocate_all_memory_in_advance(pooled, norm_given, monkeypatch):
+    """Only plans that allocate in advance are captured as CUDA graphs."""
+    (B, L, C), blocks, launch = (128, 197, 192), 6, launches.launch
+    emulator.as_if_on_a_gpu(monkeypatch, multiprocessors=132, hopper=True)
+    monkeypatch.setattr(launches, "launch", launch)  # plans must record launches
+    weights = weights_of(make_block(LonghornMixer, C), detach=True)
+    lines = Lines(14, 14, False) if pooled else None
+    normed = (torch.empty(B * L, C, dtype=torch.bfloat16), torch.empty(B * L)) if norm_given else (None, None)
+    scales = [torch.empty(B)] * blocks
+
+    def record(function, *arguments):
+        recorder = recording.Recording(CPU)
+        placeholders = tree_map(lambda a: recorder.input(a) if isinstance(a, torch.Tensor) else a, arguments)
+        with recorder.in_this_thread():
+            results = function(*placeholders)
+        assert recorder.finish(results).in_advance
+        return [None if t is None else torch.empty_like(t, device="cpu") for t in results]
+
+    options = (Options("longhorn", 1e-5, torch.bfloat16, False, True, lines),) * blocks
+    flat = [torch.empty(B, L, C), *normed, *scales, *weights.flat() * blocks]
+    y, xhat, rstd, *saved = record(run.forward_run.__wrapped__, options, True, flat)
+    fields = len(SavedForBackward._fields)
+    if norm_given:
+        saved[fields - 2 : fields] = normed
+    options = tuple(BackwardOptions("longhorn", False, norm_given and i == 0, lines) for i in range(blocks))
+    flat = [torch.empty_like(y), torch.empty_like(xhat), xhat, rstd]
+    for i in range(blocks):
+        flat += [scales[i], weights.norm, weights.in_proj, *saved[i * fields : (i + 1) * fields]]
+    record(run.backward_run.__wrapped__, options, weights.sizes(), flat)

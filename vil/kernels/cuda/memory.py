@@ -35,11 +35,12 @@ class Place(NamedTuple):
 def assign(temporary: Sequence[Lifetime], results: Sequence[Lifetime]) -> tuple[dict[int, Place], int]:
     """Return the memory of each temporary buffer, and the bytes of the common allocation.
 
-    The largest buffers are placed first, each at the lowest offset that is free during the buffer's lifetime.
+    Larger buffers are placed first, and of buffers of equal size, those that are used last. Each buffer is placed at
+    the lowest offset that is free during the buffer's lifetime.
     """
     places: dict[int, Place] = {}
     placed: dict[int | None, list[tuple[int, Lifetime]]] = {None: [], **{r.buffer: [] for r in results}}
-    for buffer in sorted(temporary, key=lambda b: -rounded(b.size)):
+    for buffer in sorted(temporary, key=lambda b: (-rounded(b.size), -b.last)):
         hosts = [r for r in results if buffer.last < r.first and rounded(buffer.size) <= r.size]
         for host in sorted(hosts, key=lambda r: r.size):
             start = _lowest(buffer, placed[host.buffer])
