@@ -34,12 +34,12 @@ from throughput import Case, build_step, capture, described, seconds
 
 from vil.kernels import backends
 from vil.kernels.block import (
+    consecutive,
     conv_xproj,
     gate_outproj,
     gate_outproj_bwd_sm90,
     gate_outproj_sm90,
     kernels,
-    run,
     step_proj_bwd,
 )
 from vil.kernels.cuda import launches
@@ -262,7 +262,12 @@ def forgotten_plans() -> Iterator[None]:
 
     def forget() -> None:
         heuristics.choose.cache_clear()
-        for function in (run.forward_run, run.backward_run, cuda_scan.forward, cuda_scan.backward):
+        for function in (
+            consecutive.forward_blocks,
+            consecutive.backward_blocks,
+            cuda_scan.forward,
+            cuda_scan.backward,
+        ):
             inspect.getclosurevars(function).nonlocals["plans"].clear()
 
     forget()

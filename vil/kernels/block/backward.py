@@ -33,7 +33,7 @@ class DirectionGradients(NamedTuple):
     A: Tensor | None  # (2, D, N) for the selective recurrence, otherwise empty or None
 
 
-def through_block(
+def backward_block(
     options: BackwardOptions, sizes: Sizes, inputs: BackwardInputs, dx_TC: Tensor, dout_TC: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:  # fmt: skip
     """Return the gradients of a block's input x and of its weights.
