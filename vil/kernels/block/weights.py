@@ -202,7 +202,7 @@ class BackwardInputs(NamedTuple):
 
     @classmethod
     def of(cls, flat: Sequence[Tensor | None]) -> list[BackwardInputs]:
-        """Convert the concatenated fields of consecutive blocks, without tuples, to the `BackwardInputs` of each block."""
+        """Convert a list of the fields of consecutive blocks, which contains no tuples, to each block's inputs."""
         each, blocks = 3 + len(SavedForBackward._fields), []
         for i in range(0, len(flat), each):
             scale, norm, in_proj, uz, mean, states, packed, *others = flat[i : i + each]
