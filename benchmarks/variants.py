@@ -34,12 +34,12 @@ from throughput import Case, build_step, capture, described, seconds
 
 from vil.kernels import backends
 from vil.kernels.block import (
+    consecutive,
     conv_xproj,
     gate_outproj,
     gate_outproj_bwd_sm90,
     gate_outproj_sm90,
     kernels,
-    run,
     step_proj_bwd,
 )
 from vil.kernels.cuda import launches
@@ -139,7 +139,7 @@ VARIANTS = {
     "patchify, add_embeddings": Variant(
         "PyTorch code",
         replaced(embed_op, "runs_kernels", no),
-        {name: [TRAIN, BATCH] for name in ("vil_small_pooled", "vil_tiny_pooled", "vil_small")},
+        {name: [TRAIN, BATCH, SINGLE] for name in ("vil_small_pooled", "vil_tiny_pooled", "vil_small")},
     ),
     "scan_lines": Variant("products, scan", replaced(kernels, "scans_lines", no), {"vil_small_pooled": [SINGLE]}),
 }
@@ -268,8 +268,14 @@ def forgotten_plans() -> Iterator[None]:
 
     def forget() -> None:
         heuristics.choose.cache_clear()
-        of_blocks, of_scans = (run.forward_run, run.backward_run), (cuda_scan.forward, cuda_scan.backward)
-        for function in (*of_blocks, *of_scans, embed_op.forward, embed_op.backward):
+        for function in (
+            consecutive.forward_blocks,
+            consecutive.backward_blocks,
+            cuda_scan.forward,
+            cuda_scan.backward,
+            embed_op.forward,
+            embed_op.backward,
+        ):
             inspect.getclosurevars(function).nonlocals["plans"].clear()
 
     forget()

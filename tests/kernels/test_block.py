@@ -28,7 +28,7 @@ from timm.layers import DropPath
 from torch.utils._pytree import tree_leaves
 
 from vil.kernels import backends
-from vil.kernels.block import backward, block_op, contract, forward, reference, run
+from vil.kernels.block import backward, block_op, consecutive, contract, forward, reference
 from vil.kernels.block import fused as fused_operators
 from vil.kernels.block.weights import Normed
 from vil.kernels.cuda import launches
@@ -46,7 +46,7 @@ def reference_kernels(monkeypatch):
     """
     handed, pack_weights = [], ReferenceKernels.pack_weights
     monkeypatch.setattr(ReferenceKernels, "pack_weights", lambda *a: handed.append(a[3] is None) or pack_weights(*a))
-    for module in (block_op, forward, backward, run):
+    for module in (block_op, forward, backward, consecutive):
         monkeypatch.setattr(module, "kernels", ReferenceKernels)
     for module in (forward, backward):
         monkeypatch.setattr(module, "scans", ReferenceKernels)

@@ -11,9 +11,11 @@ from emulator import EMULATED
 from scans import relative_error
 from spills import NVRTC, assert_no_spills
 from torch import nn
+from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from vil.kernels.cuda import launches
+from vil.kernels.cuda import launches, products
 from vil.kernels.cuda.elements import ELEMENT
 from vil.kernels.cuda.plan import Plan
 from vil.kernels.embedding import add_embeddings, embed_op, patchify
@@ -39,7 +41,7 @@ def on(shape):
 def on_an_emulated_gpu(monkeypatch, multiprocessors=1):
     """Run the kernels on an emulated GPU for images on a CPU."""
     emulator.as_if_on_a_gpu(monkeypatch, multiprocessors)
-    monkeypatch.setattr(embed_op, "_mm", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(products, "mm_in_fp32", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(embed_op, "runs_kernels", lambda images: images.device.type == "cpu")
 
 
@@ -146,7 +148,7 @@ def embedded(model, images, dy, fused, autocast=None):
     ("autocast", "parameter", "pixel"), [(BF16, FP32, FP32), (FP16, FP32, BF16), (BF16, BF16, FP32), (None, BF16, BF16)]
 )
 def test_a_model_embeds_like_pytorch_code(autocast, parameter, pixel, device, shape, monkeypatch, poison):
-    """Tokens equal those of PyTorch code up to the order of sums, and errors of gradients exceed PyTorch's little."""
+    """Tokens equal PyTorch's up to the order of sums. Errors of gradients are at most 1.1 times PyTorch's."""
     if device == "cpu":
         on_an_emulated_gpu(monkeypatch, 4)
     model = make_model(shape, device, parameter)
@@ -223,8 +225,15 @@ def with_subclass_of_tensors(model):
     model.pos_embed = nn.Parameter(TwoTensor(*2 * [model.pos_embed.detach()]))
 
 
-def unaligned(model):
-    model.cls_token = nn.Parameter(torch.randn(41)[1:].view(1, 1, 40))
+def unaligned(elements):
+    def change(model):
+        model.cls_token = nn.Parameter(torch.randn(40 + elements)[elements:].view(1, 1, 40))
+
+    return change
+
+
+def with_parameter(module, name, *shape):
+    return lambda model: setattr(model.get_submodule(module), name, nn.Parameter(torch.randn(shape)))
 
 
 UNFUSED = {
@@ -237,7 +246,12 @@ UNFUSED = {
     "another patch embedding": lambda model: setattr(model, "patch_embed", nn.Identity()),
     "another projection": lambda model: setattr(model.patch_embed, "proj", nn.Conv2d(3, 40, 8, 8)),
     "a subclass of tensors": with_subclass_of_tensors,
-    "an unaligned parameter": unaligned,
+    "a parameter that starts at an address of 4 modulo 16": unaligned(1),
+    "a parameter that starts at an address of 8 modulo 16": unaligned(2),
+    "a bias for few channels": with_parameter("patch_embed.proj", "bias", 4),
+    "one bias for all channels": with_parameter("patch_embed.proj", "bias", 1),
+    "a class token with few channels": with_parameter("", "cls_token", 1, 1, 8),
+    "a class token with many channels": with_parameter("", "cls_token", 1, 1, 80),
     "a frozen parameter": lambda model: model.pos_embed.requires_grad_(False),
     "parameters of different dtypes": lambda model: model.patch_embed.bfloat16(),
 }  # fmt: skip
@@ -267,6 +281,7 @@ def test_unsupported_images_run_pytorch_code(monkeypatch):
     assert run(model, images) is not None
     assert run(make_model(dynamic_img_size=True), images) is not None
     assert run(model, images, autocast=None) is None
+    assert run(model, images.bfloat16(), autocast=None) is None
     assert run(model.bfloat16(), images, autocast=None) is None
     assert run(model, images.bfloat16(), autocast=None) is not None
     model = make_model()
@@ -283,6 +298,8 @@ def test_unsupported_images_run_pytorch_code(monkeypatch):
         assert run(make_model(shape), torch.randn(2, 3, 32, 4 * shape[2][1])) is None
     overlapping = VisionLonghorn(32, patch_size=16, stride=8, embed_dim=32, depth=0, num_classes=0)
     assert run(overlapping, torch.randn(2, 3, 32, 32)) is None
+    strided = VisionLonghorn((32, 24), patch_size=(16, 8), stride=(8, 16), embed_dim=32, depth=0, num_classes=0)
+    assert run(strided, torch.randn(2, 3, 32, 24)) is None  # as many patches as without overlap
     padded = VisionLonghorn(28, patch_size=8, embed_dim=32, depth=0, num_classes=0, dynamic_img_size=True)
     assert run(padded, torch.randn(2, 3, 28, 28)) is None
 
@@ -296,6 +313,66 @@ def test_a_second_derivative_of_the_embedding_raises_an_error(monkeypatch):
     (gradient,) = torch.autograd.grad(x.square().sum(), model.pos_embed, create_graph=True)
     with pytest.raises(NotImplementedError, match="once"):
         gradient.sum().backward()
+
+
+@EMULATED
+@pytest.mark.parametrize("layout", ["expanded", "transposed", "unaligned"])
+def test_gradients_of_tokens_may_have_any_layout(layout, monkeypatch):
+    on_an_emulated_gpu(monkeypatch)
+    model, images, (B, L, C) = make_model(), torch.randn(5, 3, 24, 40), (5, 16, 40)
+    dy = {
+        "expanded": torch.randn(1, 1, C).expand(B, L, C), "transposed": torch.randn(C, L, B).transpose(0, 2),
+        "unaligned": torch.randn(1 + B * L * C)[1:].view(B, L, C),
+    }[layout]  # fmt: skip
+    _, found = embedded(model, images, dy, True, BF16)
+    _, expected = embedded(model, images, dy.clone(memory_format=torch.contiguous_format), True, BF16)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@EMULATED
+def test_an_image_with_more_tokens_than_the_gpu_processes_at_once(monkeypatch):
+    """One partial sum remains if the CTAs of a single image fill the GPU."""
+    on_an_emulated_gpu(monkeypatch, multiprocessors=1)
+    dx = torch.randn(3, 300, 200)
+    dprojected, sums = add_embeddings.embedding_gradients(dx, BF16, FP32)
+    expected, expected_sums = add_embeddings.reference_gradients(dx.double())
+    assert torch.equal(dprojected, expected.to(BF16))
+    assert sums.shape == expected_sums.shape
+    close(sums, expected_sums, FP32, "sums")
+
+
+@EMULATED
+@pytest.mark.parametrize("trained", [True, False])
+def test_patches_are_kept_only_for_the_backward_pass(trained, monkeypatch):
+    on_an_emulated_gpu(monkeypatch)
+    kept, forward = [], embed_op.forward
+    monkeypatch.setattr(
+        embed_op, "forward", lambda dtype, keep, *tensors: kept.append(keep) or forward(dtype, keep, *tensors)
+    )
+    with torch.set_grad_enabled(trained):
+        run(make_model(), torch.randn(2, 3, 24, 40))
+    assert kept == [trained]
+
+
+@pytest.mark.gpu
+def test_observed_calls_run_pytorch_code_on_a_gpu():
+    """A dispatch mode, a functional transform, forward-mode differentiation and a compiler see PyTorch operators."""
+    model, images = make_model(device="cuda"), torch.randn(2, 3, 24, 40, device="cuda")
+
+    def node(embed=model.embed):
+        with torch.autocast("cuda", BF16):
+            return type(embed(images).grad_fn).__name__
+
+    assert "_Embedding" in node()
+    with FlopCounterMode(display=False):
+        assert "_Embedding" not in node()
+    with forward_ad.dual_level():
+        assert "_Embedding" not in node()
+    assert "_Embedding" not in node(torch.compile(model.embed, backend="aot_eager"))
+    x, dx = torch.randn_like(images), torch.randn_like(images)
+    with torch.autocast("cuda", BF16):
+        _, tangent = torch.func.jvp(model.embed, (x,), (dx,))
+    assert tangent.abs().max() > 0
 
 
 @pytest.mark.gpu
@@ -314,6 +391,7 @@ def test_a_whole_model_trains_with_and_without_kernels_of_the_embedding(name, mo
 
     found = step()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(4):
             again = step()
@@ -323,6 +401,6 @@ def test_a_whole_model_trains_with_and_without_kernels_of_the_embedding(name, mo
         captured = step()
     graph.replay()
     monkeypatch.setattr(embed_op, "runs_kernels", lambda images: False)
-    for others in (again, captured, step()):
+    for others, tolerance in ((again, 1e-6), (captured, 1e-6), (step(), 0.03)):
         for value, other in zip(found, others, strict=True):
-            assert relative_error(value, other) < 0.03
+            assert relative_error(value, other) <= tolerance

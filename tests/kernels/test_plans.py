@@ -11,9 +11,9 @@ import torch
 from blocks import OnGpu, make_block, on_an_emulated_gpu, weights_of
 from torch.utils._pytree import tree_map
 
-from vil.kernels.block import forward, kernels, run, scan_image, scan_lines_bwd
+from vil.kernels.block import consecutive, forward, kernels, scan_image, scan_lines_bwd
 from vil.kernels.block.lines import Lines
-from vil.kernels.block.weights import BackwardOptions, Normed, Options, SavedForBackward
+from vil.kernels.block.weights import BackwardOptions, Inputs, Normed, Options, SavedForBackward
 from vil.kernels.cuda import graphs, launches, memory, plan, recording
 from vil.kernels.cuda.memory import Lifetime
 from vil.kernels.cuda.plan import Plan
@@ -293,7 +293,7 @@ def emulate_plans(monkeypatch, hopper):
 @emulator.EMULATED
 @pytest.mark.parametrize("norm_given", [False, True])
 @pytest.mark.parametrize(("mixer", "hopper"), [(LonghornMixer, True), (MambaMixer, False)])
-def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
+def test_replaying_emulated_blocks_equals_running_the_blocks_one_by_one(
     mixer, hopper, norm_given, monkeypatch, poison
 ):  # fmt: skip
     """A plan of two blocks is bitwise identical to forward and backward passes of single blocks, and preserves x."""
@@ -307,15 +307,16 @@ def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
     options = tuple(Options(mixer.recurrence, 1e-5, dtype, False, norm_next) for norm_next in (True, False))
     flat = [x, *normed, *scales, *[t for own in weights for t in own.flat()]]
     before = x.clone()
-    found = Plan(run.forward_run.__wrapped__, (options, True, flat), CPU)(flat)
+    found = Plan(consecutive.forward_blocks.__wrapped__, (options, True, flat), CPU)(flat)
     assert torch.equal(x, before)
-    without_saved = Plan(run.forward_run.__wrapped__, (options, False, flat), CPU)(flat)
+    without_saved = Plan(consecutive.forward_blocks.__wrapped__, (options, False, flat), CPU)(flat)
     for value, truth in zip(without_saved, found[:3], strict=True):
         assert value is None if truth is None else torch.equal(value, truth)
 
     inputs, expected, own_normed = x, [], normed
     for own, scale, of_block in zip(options, scales, weights):
-        inputs, xhat, rstd, *saved = forward.forward(own, True, [inputs, scale, *own_normed, *of_block.flat()])
+        given = Inputs(inputs, scale, None if own_normed[0] is None else Normed(*own_normed), of_block)
+        inputs, xhat, rstd, *saved = forward.forward_block(own, True, given)
         norm = own_normed if own_normed[0] is not None else saved[-2:]
         expected.append((xhat, rstd, SavedForBackward(*saved[:-2], *norm), scale, of_block))
         own_normed = xhat, rstd
@@ -331,11 +332,11 @@ def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
     flat = [dy, None, None, None]
     for _, _, saved, scale, of_block in expected:
         flat += [scale, of_block.norm, of_block.in_proj, *saved]
-    found = Plan(run.backward_run.__wrapped__, (how, sizes, flat), CPU)(flat)
+    found = Plan(consecutive.backward_blocks.__wrapped__, (how, sizes, flat), CPU)(flat)
     dx, dnext, next_normed, gradients = dy, None, (None, None), []
     for own, (_, _, saved, scale, of_block) in zip(reversed(how), reversed(expected)):
         tensors = [dx, dnext, *next_normed, scale, of_block.norm, of_block.in_proj, *saved]
-        dx, dnext, *of_weights = run.backward_run.__wrapped__((own,), sizes, tensors)
+        dx, dnext, *of_weights = consecutive.backward_blocks.__wrapped__((own,), sizes, tensors)
         gradients, next_normed = of_weights + gradients, saved[-2:]
     for value, truth in zip(found, [dx, dnext, *gradients], strict=True):
         assert value is None if truth is None else torch.equal(value, truth)
@@ -343,14 +344,14 @@ def test_replaying_an_emulated_run_equals_running_its_blocks_one_by_one(
 
 @emulator.EMULATED
 @pytest.mark.parametrize("keep", [False, True])
-def test_an_emulated_run_may_pack_weights_as_soon_as_the_weights_of_the_previous_block_are_packed(keep, monkeypatch):
+def test_emulated_blocks_may_pack_weights_as_soon_as_the_weights_of_the_previous_block_are_packed(keep, monkeypatch):
     """Weights that are packed before the previous block runs do not overwrite memory of the previous block."""
     (B, L, C), blocks = (2, 33, 192), 3
     emulate_plans(monkeypatch, hopper=True)
     weights = [t for i in range(blocks) for t in weights_of(make_block(LonghornMixer, C, seed=i), detach=True).flat()]
     options = tuple(Options("longhorn", 1e-5, torch.bfloat16, False, i < blocks - 1) for i in range(blocks))
     flat = [torch.randn(B, L, C), None, None, *[None] * blocks, *weights]
-    in_order, early = (Plan(run.forward_run.__wrapped__, (options, keep, flat), CPU) for _ in range(2))
+    in_order, early = (Plan(consecutive.forward_blocks.__wrapped__, (options, keep, flat), CPU) for _ in range(2))
     launched = [inspect.getclosurevars(step).nonlocals.get("launch") for step in early.steps]
     packing = [i for i, launch in enumerate(launched) if launch and launch.entry == "pack_weights"]
     assert [launched[i].overlaps for i in packing] == [False, True, True]
@@ -378,7 +379,7 @@ def test_replaying_an_emulated_block_equals_running_the_block(
     emulate_plans(monkeypatch, hopper)
     for module in (scan_image, scan_lines_bwd):  # two CTAs share an image of the pooled block
         monkeypatch.setattr(module, "slices_of", lambda D, R, device: 2)
-    run_forward, run_backward = run.forward_run.__wrapped__, run.backward_run.__wrapped__
+    run_forward, run_backward = consecutive.forward_blocks.__wrapped__, consecutive.backward_blocks.__wrapped__
 
     def unpacked(results):
         """Split packed weights into parts, to drop the undefined padding between parts."""
@@ -438,7 +439,7 @@ def test_plans_of_six_blocks_allocate_all_memory_in_advance(pooled, norm_given, 
 
     options = (Options("longhorn", 1e-5, torch.bfloat16, False, True, lines),) * blocks
     flat = [torch.empty(B, L, C), *normed, *scales, *weights.flat() * blocks]
-    y, xhat, rstd, *saved = record(run.forward_run.__wrapped__, options, True, flat)
+    y, xhat, rstd, *saved = record(consecutive.forward_blocks.__wrapped__, options, True, flat)
     fields = len(SavedForBackward._fields)
     if norm_given:
         saved[fields - 2 : fields] = normed
@@ -446,4 +447,4 @@ def test_plans_of_six_blocks_allocate_all_memory_in_advance(pooled, norm_given, 
     flat = [torch.empty_like(y), torch.empty_like(xhat), xhat, rstd]
     for i in range(blocks):
         flat += [scales[i], weights.norm, weights.in_proj, *saved[i * fields : (i + 1) * fields]]
-    record(run.backward_run.__wrapped__, options, weights.sizes(), flat)
+    record(consecutive.backward_blocks.__wrapped__, options, weights.sizes(), flat)

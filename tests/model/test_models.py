@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from models import KINDS, assert_same_output_and_gradients, gradients, random_images, small, stochastic_depth
 from models import with_random_parameters as randomised
 from timm.models import _registry
+from torch.autograd import forward_ad
 from torchvision.models import feature_extraction
 
 import vil
@@ -622,6 +623,8 @@ def test_per_image_gradients_by_torch_func_equal_those_of_backward(name):
         torch.func.grad(lambda image: torch.func.grad(loss, 1)(weights, image, classes[0]).square().sum())(x[0])
     with pytest.raises(NotImplementedError, match="jvp"):
         torch.func.jvp(model, (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        model.requires_grad_(False)(forward_ad.make_dual(x, x))
 
 
 @pytest.mark.parametrize("fused", [True, False])

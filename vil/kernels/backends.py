@@ -50,13 +50,18 @@ def choose(backend: str, x: Tensor, state_size: int, directions: int) -> str:
 
 
 def transformed() -> bool:
-    """Return whether a torch.func transformation is active. Only the reference backend supports transformations."""
-    return torch._C._functorch.maybe_current_level() is not None  # torch.compile can trace this call
+    """Return whether a torch.func transformation or forward-mode differentiation is active.
+
+    Only the reference backend supports transformations. In forward-mode differentiation, the kernels would drop the
+    tangents, whereas the reference backend raises an error.
+    """
+    # torch.compile can trace these calls
+    return torch._C._functorch.maybe_current_level() is not None or torch_private.in_forward_mode()
 
 
 def unobserved(t: Tensor) -> bool:
     """Return whether a tensor's operators run in plain eager mode, without a compiler, a dispatch mode, a functional
-    transform or a tensor subclass.
+    transform, forward-mode differentiation or a tensor subclass.
     """
     return not (
         torch.compiler.is_compiling() or torch.jit.is_tracing() or type(t) is not Tensor or torch_private.observed()

@@ -9,6 +9,7 @@ import contextlib
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def below_autograd() -> contextlib.AbstractContextManager:
@@ -21,11 +22,20 @@ def below_autograd() -> contextlib.AbstractContextManager:
 
 
 def observed() -> bool:
-    """Return whether a `TorchDispatchMode` or a torch.func transformation is active.
+    """Return whether a `TorchDispatchMode`, a torch.func transformation or forward-mode differentiation is active.
 
     PyTorch has no public equivalent. Without this function, every call would need the dispatcher.
     """
-    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
+    return (
+        bool(torch._C._len_torch_dispatch_stack())
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or in_forward_mode()
+    )
+
+
+def in_forward_mode() -> bool:
+    """Return whether forward-mode differentiation is active, that is, a `torch.autograd.forward_ad.dual_level`."""
+    return forward_ad._current_level >= 0
 
 
 def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:

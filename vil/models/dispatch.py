@@ -118,7 +118,7 @@ def run_blocks(
 def run_embedding(
     images_B3HW: Tensor, patch_embed: Any, classes: Sequence[type], cls_token: Tensor, pos_embed: Tensor
 ) -> Tensor | None:
-    """Return the tokens (B, L, C) of images by the fused kernels, or None if the modules must run.
+    """Return the tokens (B, L, C) of images by the fused kernels, or None if PyTorch code must run.
 
     The kernels run if the image size is that of the model, patches do not overlap, `patch_embed` and its projection
     have exactly `classes` and no hooks, and `embed_op.fits` supports the images and parameters.
@@ -128,7 +128,7 @@ def run_embedding(
     proj: Any = patch_embed._modules.get("proj")
     if [type(patch_embed), type(proj)] != classes or has_hooks(patch_embed, proj) or proj.stride != proj.kernel_size:
         return None
-    if images_B3HW.dim() != 4 or images_B3HW.shape[1:] != (proj.in_channels, *patch_embed.img_size):
+    if images_B3HW.shape[1:] != (proj.in_channels, *patch_embed.img_size):
         return None
     weights = EmbeddingWeights(proj.weight, proj.bias, cls_token, pos_embed)
     return embed_op.embed(images_B3HW, weights) if embed_op.fits(images_B3HW, weights) else None

@@ -26,7 +26,7 @@ Functions, classes and modules between a model's call and the kernels:
     _EagerBlocks       autograd function for eager mode, which bypasses the dispatcher
     _ObservedBlocks    autograd function for calls that a compiler or a dispatch mode observes
     _forward, _fake_*  implementations of the operators; lists of tensors in an operator's schema omit missing tensors
-    run.py             forward and backward pass of consecutive blocks; plans record and replay the launches of kernels
+    consecutive.py     forward and backward pass of consecutive blocks; plans record and replay the launches of kernels
     forward, backward  modules that call the kernels and matrix products of one block in order
 """
 
@@ -42,12 +42,13 @@ from .. import backends, torch_private
 from ..checks import given, once_differentiable
 from ..scan.chunks import chunk_state_count
 from . import kernels
+from .consecutive import FIELDS, backward_blocks, forward_blocks
 from .contract import check_backward, check_forward, check_lists
 from .forward import A_of
 from .lines import Lines
-from .run import FIELDS, backward_run, forward_run
 from .tokens import Tokens
 from .weights import (
+    BackwardInputs,
     BackwardOptions,
     BlockWeights,
     Normed,
@@ -134,7 +135,7 @@ def _run(sizes: Sizes, options: tuple[Options, ...], keep: bool, flat: list[Tens
     if not is_eager(flat[0]):
         y_BMC, next_normed, _ = torch.ops.vil.block(*_to_schema(options, keep, flat))
         return y_BMC, *(next_normed or (None, None))
-    return _EagerBlocks.apply(sizes, options, *flat) if keep else forward_run(options, False, flat)
+    return _EagerBlocks.apply(sizes, options, *flat) if keep else forward_blocks(options, False, flat)
 
 
 def is_eager(t: Tensor | None) -> bool:
@@ -143,7 +144,7 @@ def is_eager(t: Tensor | None) -> bool:
 
 
 def _to_schema(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> tuple:
-    """Convert the arguments of `forward_run` to arguments of the operator `vil::block`."""
+    """Convert the arguments of `forward_blocks` to arguments of the operator `vil::block`."""
     first, last, blocks = options[0], options[-1], len(options)
     x_BLC, xhat_TC, rstd_T, *others = flat
     normed = [] if xhat_TC is None else [xhat_TC, rstd_T]
@@ -152,7 +153,7 @@ def _to_schema(options: tuple[Options, ...], keep: bool, flat: list[Tensor | Non
 
 
 def _from_schema(recurrence, eps, dtype, class_token_only, norm_next, lines, x_BLC, normed, scales, weights, keep):
-    """Convert the arguments of the operator `vil::block` to arguments of `forward_run`."""
+    """Convert the arguments of the operator `vil::block` to arguments of `forward_blocks`."""
     blocks, last, each = len(scales), len(scales) - 1, 17 if recurrence == "selective" else 15
     check_lists(
         recurrence, blocks, lines=(lines, 0, 3 * blocks), normed=(normed, 0, 2), weights=(weights, each * blocks)
@@ -177,14 +178,14 @@ def _lines(numbers: Sequence[int], blocks: int) -> list[Lines | None]:
 
 
 def _forward(*arguments):
-    y_BMC, xhat_TC, rstd_T, *saved = forward_run(*_from_schema(*arguments))
+    y_BMC, xhat_TC, rstd_T, *saved = forward_blocks(*_from_schema(*arguments))
     return y_BMC, [] if xhat_TC is None else [xhat_TC, rstd_T], [t for t in saved if t is not None]
 
 
 def _backward_arguments(
     recurrence, class_token_only, norm_given, lines, sizes, dx_BMC, dnext_TC, next_normed, scales, weights, saved
 ) -> tuple[tuple[BackwardOptions, ...], Sizes, list[Tensor | None]]:  # fmt: skip
-    """Convert the arguments of the operator `vil::block_backward` to arguments of `backward_run`."""
+    """Convert the arguments of the operator `vil::block_backward` to arguments of `backward_blocks`."""
     blocks, last, each = len(scales), len(scales) - 1, SavedForBackward.flat_length(recurrence, bool(lines))
     check_lists(
         recurrence, blocks, lines=(lines, 0, 3 * blocks), sizes=(sizes, len(Sizes._fields)),
@@ -209,7 +210,7 @@ def _backward(*arguments):
     tensors saves host time under torch.compile.
     """
     dx_BMC = arguments[5]
-    dx_BLC, dxhat_TC, *of_weights = backward_run(*_backward_arguments(*arguments))
+    dx_BLC, dxhat_TC, *of_weights = backward_blocks(*_backward_arguments(*arguments))
     # an operator's results must not share memory with its arguments
     if dx_BLC.data_ptr() == dx_BMC.data_ptr():
         dx_BLC = dx_BLC.clone()
@@ -255,15 +256,17 @@ def _fake_saved(x_BLC: Tensor, weights: BlockWeights, options: Options, norm_giv
 def _fake_backward(*arguments):
     options, sizes, flat = _backward_arguments(*arguments)
     check_backward(options, sizes, flat)
-    dx_BMC, uz_BLE = given(flat[0]), given(flat[7])
+    dx_BMC, _, _, _, *others = flat
+    of_blocks = BackwardInputs.of(others)
+    uz_BLE = of_blocks[0].saved.uz
     (B, L, _), C = uz_BLE.shape, sizes.C
     dxhat_TC = uz_BLE.new_empty((B * L, C) if options[0].norm_given else 0)
     gradients = []
-    for norm_C in map(given, flat[5 :: 3 + FIELDS]):
-        dA_log = [norm_C.new_empty(2, sizes.D, sizes.N)] if options[0].recurrence == "selective" else []
-        dweights = norm_C.new_empty(sizes.flat_size())
-        gradients += [norm_C.new_empty(C, sizes.D), *dA_log, dweights]
-    return [dx_BMC.new_empty(B, L, C), dxhat_TC, *gradients]
+    for inputs in of_blocks:
+        dA_log = [inputs.norm.new_empty(2, sizes.D, sizes.N)] if options[0].recurrence == "selective" else []
+        dweights = inputs.norm.new_empty(sizes.flat_size())
+        gradients += [inputs.norm.new_empty(C, sizes.D), *dA_log, dweights]
+    return [given(dx_BMC).new_empty(B, L, C), dxhat_TC, *gradients]
 
 
 class _EagerBlocks(torch.autograd.Function):
@@ -271,7 +274,7 @@ class _EagerBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, sizes, options, *flat):
-        y_BMC, next_xhat_TC, next_rstd_T, *saved = forward_run(options, True, list(flat))
+        y_BMC, next_xhat_TC, next_rstd_T, *saved = forward_blocks(options, True, list(flat))
         _save_for_backward(ctx, sizes, options, flat, y_BMC, (next_xhat_TC, next_rstd_T), saved)
         ctx.mark_non_differentiable(*[t for t in (next_rstd_T,) if t is not None])
         return y_BMC, next_xhat_TC, next_rstd_T
@@ -280,7 +283,7 @@ class _EagerBlocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dx_BMC, dnext_TC, _):
         dx_BMC, placeholders = _gradient_of_output(ctx, dx_BMC), _weight_placeholders(ctx.sizes)
-        results = backward_run(ctx.options, ctx.sizes, [dx_BMC, dnext_TC, *ctx.saved_tensors])
+        results = backward_blocks(ctx.options, ctx.sizes, [dx_BMC, dnext_TC, *ctx.saved_tensors])
         return _gradients(ctx, results, lambda dweights: torch_private.unflatten(dweights, placeholders))
 
 
@@ -332,7 +335,7 @@ def _save_for_backward(
     ctx, sizes: Sizes, options: tuple[Options, ...], flat: Sequence[Tensor | None], y_BMC: Tensor, next_normed: tuple,
     saved: list,
 ) -> None:  # fmt: skip
-    """Save the tensors for the backward pass in the order that `backward_run` expects after the gradients."""
+    """Save the tensors for the backward pass in the order that `backward_blocks` expects after the gradients."""
     xhat_TC, rstd_T = flat[1:3]
     # every block except the first backpropagates through its input norm, even if the previous block computed this norm
     ctx.options = tuple([
@@ -357,7 +360,7 @@ def _gradient_of_output(ctx, dx_BMC: Tensor | None) -> Tensor:
 
 
 def _gradients(ctx, results: list, split: Callable[[Tensor], list[Tensor]]) -> tuple:
-    """Return the gradients of the arguments of an autograd function, given the results of `backward_run`.
+    """Return the gradients of the arguments of an autograd function, given the results of `backward_blocks`.
 
     `split` splits the flat gradient of a block's weights.
     """

@@ -58,7 +58,7 @@ def check_lists(recurrence: str, blocks: int, **lists: Any) -> None:
 
 
 def check_forward(options: tuple[Options, ...], keep: bool, flat: list[Tensor | None]) -> None:
-    """Raise a ValueError if an argument of `run.forward_run` is invalid or not supported by the kernels."""
+    """Raise a ValueError if an argument of `forward_blocks` is invalid or not supported by the kernels."""
     x_BLC, xhat_TC, rstd_T, *_ = flat
     check_given(x_BLC=x_BLC)
     check_choice("dtype", options[0].dtype, backends.DTYPES)
@@ -88,7 +88,7 @@ def check_forward(options: tuple[Options, ...], keep: bool, flat: list[Tensor | 
 
 
 def check_backward(options: tuple[BackwardOptions, ...], sizes: Sizes, flat: list[Tensor | None]) -> None:
-    """Raise a ValueError if an argument of `run.backward_run` is invalid or not supported by the kernels."""
+    """Raise a ValueError if an argument of `backward_blocks` is invalid or not supported by the kernels."""
     _check_sizes("sizes", sizes)
     dx_BMC, dnext_TC, next_xhat_TC, next_rstd_T, *others = flat
     check_given(dx_BMC=dx_BMC)

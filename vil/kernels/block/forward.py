@@ -1,4 +1,4 @@
-"""Forward pass of one fused block on NVIDIA GPUs. Plans of `forward_run` record the launches and matrix products.
+"""Forward pass of one fused block on NVIDIA GPUs. Plans of `forward_blocks` record the launches and matrix products.
 
 B batch    L tokens    T tokens of the batch    C model width    D inner width    N states    R rank    2 directions
 M output tokens    H tokens that each direction reads    E columns of uz
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import aligned, given
+from ..checks import given
 from ..scan import cuda_scan as scans
 from . import kernels
 from .kernels import PackedWeights
@@ -31,15 +31,13 @@ class Projected(NamedTuple):
     step_logits: Tensor | None  # (2, B, H, D): step sizes before bias and activation
 
 
-def forward(
-    options: Options, keep: bool, flat: list[Tensor | None], overwrite: bool = False
-) -> list[Tensor | None]:  # fmt: skip
+def forward_block(options: Options, keep: bool, inputs: Inputs, overwrite: bool = False) -> list[Tensor | None]:
     """Return the block's output, xhat and rstd of the output's RMSNorm and, if `keep`, the tensors for backward.
 
-    xhat and rstd are None if the output's norm is not computed. `flat` holds the tensors of `Inputs`, and the tensors
-    for backward are those of `SavedForBackward`. If `overwrite` is set, the output may overwrite the input x.
+    xhat and rstd are None if the output's norm is not computed. The tensors for backward are those of
+    `SavedForBackward`. If `overwrite` is set, the output may overwrite the input x.
     """
-    x_BLC, scale_B, normed, weights = Inputs.of(map(aligned, flat))
+    x_BLC, scale_B, normed, weights = inputs
     (B, L, C), D, dtype = x_BLC.shape, weights.out_proj.shape[1], options.dtype
     tokens, x_TC = Tokens(L, options.class_token_only), x_BLC.view(-1, C)
     tiles = None if options.class_token_only else kernels.empty_tiles(B * L, weights.out_proj, dtype)

@@ -10,7 +10,7 @@ The schema of `vil::block` does not support named tuples. `flat` and `of` conver
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -149,13 +149,6 @@ class Inputs(NamedTuple):
     normed: Normed | None  # norm of x if the previous block has computed the norm, otherwise None
     weights: BlockWeights
 
-    @classmethod
-    def of(cls, flat: Iterable[Tensor | None]) -> Inputs:
-        """Convert a list of tensors, which has the order of the fields and contains no tuples, to `Inputs`."""
-        x, scale, xhat, rstd, *weights = flat
-        normed = None if xhat is None or rstd is None else Normed(xhat, rstd)
-        return cls(given(x), scale, normed, BlockWeights.of([given(t) for t in weights]))
-
 
 def scales_and_weights(blocks: int, flat: Sequence[Any]) -> list[tuple[Tensor | None, Sequence[Tensor]]]:
     """Return each block's scale (or None) and weights from the list `flat` of the inputs of consecutive blocks.
@@ -208,8 +201,11 @@ class BackwardInputs(NamedTuple):
     saved: SavedForBackward
 
     @classmethod
-    def of(cls, flat: Iterable[Tensor | None]) -> BackwardInputs:
-        """Convert a list of tensors, which has the order of the fields and contains no tuples, to `BackwardInputs`."""
-        scale, norm, in_proj, uz, mean, states, packed, *others = flat
-        saved = SavedForBackward(given(uz), given(mean), given(states), given(packed), *others)
-        return cls(scale, given(norm), given(in_proj), saved)
+    def of(cls, flat: Sequence[Tensor | None]) -> list[BackwardInputs]:
+        """Convert a list of the fields of consecutive blocks, which contains no tuples, to each block's inputs."""
+        each, blocks = 3 + len(SavedForBackward._fields), []
+        for i in range(0, len(flat), each):
+            scale, norm, in_proj, uz, mean, states, packed, *others = flat[i : i + each]
+            saved = SavedForBackward(given(uz), given(mean), given(states), given(packed), *others)
+            blocks.append(cls(scale, given(norm), given(in_proj), saved))
+        return blocks

@@ -3,11 +3,11 @@
 //
 //   x[b, l] = positions[l] + (l is the class token ? class_token : bias + projected[b, patch of l])
 //
-//   dprojected = dx of patches, rounded to Element    sums[p] = sum of dx over every `parts`-th image, starting at p
+//   dprojected = dx of patches, rounded to Element    sums[p] = sum of dx over the images p, p + parts, p + 2 parts, ...
 //
 // A thread processes 4 adjacent channels of a token. In add_embeddings, a thread processes these channels in IMAGES
-// images, so that embeddings are rarely loaded. In embedding_gradients, CTAs write partial sums over images, because the
-// CTAs of one image would leave most of the GPU idle.
+// images, so that one load of an embedding serves IMAGES images. embedding_gradients divides the images among CTAs,
+// because too few CTAs would run if each CTA added all images.
 //
 // add_embeddings.py declares the parameters of the kernels. Macros:
 //   INPUT      element type of projected patches: bf16 or fp16; the residual stream is in fp32
@@ -25,10 +25,10 @@ constexpr unsigned C = WIDTH, PACKS = C / V;
 static_assert(C % V == 0);
 
 // The channels of a token that a thread processes, and the group of images.
-struct Place {
+struct Channels {
     unsigned token, c, group, class_token;
     bool is_valid;
-    INLINE Place(unsigned L) {
+    INLINE Channels(unsigned L) {
         unsigned ctas = (L * PACKS + THREADS - 1) / THREADS, i = blockIdx.x % ctas * THREADS + threadIdx.x;
         token = i / PACKS, c = i % PACKS * V, group = blockIdx.x / ctas;
         class_token = (L - 1) / 2, is_valid = token < L;
@@ -40,7 +40,7 @@ struct Place {
 
 extern "C" __global__ void __launch_bounds__(THREADS) add_embeddings(PARAMETERS_add_embeddings) {
     begin_kernel();
-    Place at(L);
+    Channels at(L);
     if (!at.is_valid) return;
     const PARAMETER *added = at.is_patch() ? bias : class_token;
     Floats<V> embedding = to_floats(load<V>(positions + at.in_tokens())) + to_floats(load<V>(added + at.c));
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_embeddings(PARAMETERS_
 
 extern "C" __global__ void __launch_bounds__(THREADS) embedding_gradients(PARAMETERS_embedding_gradients) {
     begin_kernel();
-    Place at(L);
+    Channels at(L);
     if (!at.is_valid) return;
     dx += at.in_tokens(), dprojected += at.in_patches();
     Floats<V> sum = {};

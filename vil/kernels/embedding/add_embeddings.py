@@ -1,4 +1,4 @@
-"""Sum of projected patches, class token and position embeddings, and the sum's gradients."""
+"""Insertion of the class token and addition of bias and position embeddings, and their gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SOURCE = Source("embedding/add_embeddings", {
     ),
 })  # fmt: skip
 
-IMAGES, CTAS = 4, 6  # images that a thread loads at the same time, and CTAs of 256 threads that a multiprocessor runs
+IMAGES = 4  # images that a thread processes at the same time
+CTAS = 6  # number of CTAs per multiprocessor for which `parts` is chosen
 
 
 def add_embeddings(projected_BnC: Tensor, bias_C: Tensor, class_token_C: Tensor, positions_LC: Tensor) -> Tensor:
@@ -37,23 +38,23 @@ def add_embeddings(projected_BnC: Tensor, bias_C: Tensor, class_token_C: Tensor,
     return x_BLC
 
 
-def embedding_gradients(dx_BLC: Tensor, dtype: torch.dtype, parameter: torch.dtype) -> tuple[Tensor, Tensor]:
+def embedding_gradients(dx_BLC: Tensor, dtype: torch.dtype, parameter_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the gradient of projected patches (B, n, C) in `dtype`, and partial sums of dx over images (parts, L, C).
 
-    `parameter` is the dtype of the model's parameters.
+    `parameter_dtype` is the dtype of the model's parameters.
     """
     (B, L, C), ctas = dx_BLC.shape, _ctas(*dx_BLC.shape[1:])
     parts = max(1, min(-(-B // IMAGES), CTAS * hardware.multiprocessors(device_of(dx_BLC)) // ctas))
     dprojected_BnC = dx_BLC.new_empty(B, L - 1, C, dtype=dtype)
     sums_PLC = dx_BLC.new_empty(parts, L, C)
-    launches.launch(SOURCE, "embedding_gradients", macros_of(dtype, parameter, C), ctas * parts, 256, dict(
+    launches.launch(SOURCE, "embedding_gradients", macros_of(dtype, parameter_dtype, C), ctas * parts, 256, dict(
         dx=dx_BLC, dprojected=dprojected_BnC, sums=sums_PLC, B=B, L=L, parts=parts,
     ))  # fmt: skip
     return dprojected_BnC, sums_PLC
 
 
-def macros_of(dtype: torch.dtype, parameter: torch.dtype, C: int) -> dict:
-    return dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[parameter], WIDTH=C, IMAGES=IMAGES)
+def macros_of(dtype: torch.dtype, parameter_dtype: torch.dtype, C: int) -> dict:
+    return dict(INPUT=ELEMENT[dtype], PARAMETER=ELEMENT[parameter_dtype], WIDTH=C, IMAGES=IMAGES)
 
 
 def _ctas(L: int, C: int) -> int:
@@ -63,8 +64,8 @@ def _ctas(L: int, C: int) -> int:
 
 def reference(projected_BnC: Tensor, bias_C: Tensor, class_token_C: Tensor, positions_LC: Tensor) -> Tensor:
     """Reference implementation of `add_embeddings`."""
-    before, behind = (projected_BnC + bias_C).tensor_split([(len(positions_LC) - 1) // 2], dim=1)
-    return torch.cat([before, class_token_C.expand(len(before), 1, -1), behind], 1) + positions_LC
+    before, after = (projected_BnC + bias_C).tensor_split([(len(positions_LC) - 1) // 2], dim=1)
+    return torch.cat([before, class_token_C.expand(len(before), 1, -1), after], 1) + positions_LC
 
 
 def reference_gradients(dx_BLC: Tensor) -> tuple[Tensor, Tensor]:

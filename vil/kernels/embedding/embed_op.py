@@ -15,6 +15,7 @@ from .. import backends
 from ..block.block_op import is_eager
 from ..block.fused import is_plain
 from ..checks import aligned, given, once_differentiable
+from ..cuda import products
 from ..cuda.elements import ELEMENT
 from ..cuda.plan import planned
 from .add_embeddings import add_embeddings, embedding_gradients
@@ -31,7 +32,7 @@ class EmbeddingWeights(NamedTuple):
 
 
 def embed(images_BXHW: Tensor, weights: EmbeddingWeights) -> Tensor:
-    """Return the tokens (B, L, C) in fp32 of images for which `fits` returns True. The class token is the middle token.
+    """Embed images, for which `fits` must be True, as fp32 tokens (B, L, C). The class token is the middle token.
 
     Products run in the autocast dtype if autocast is enabled, otherwise in the dtype of the images.
     """
@@ -47,7 +48,7 @@ def fits(images_BXHW: Tensor, weights: EmbeddingWeights) -> bool:
         return False
     (C, _, height, width), (H, W), dtype = weights.patches.shape, images_BXHW.shape[2:], weights.bias.dtype
     product = product_dtype(images_BXHW)
-    vectors = images_BXHW, *weights[1:]
+    read_by_kernels = images_BXHW, *weights[1:]
     return (
         product in (torch.bfloat16, torch.float16)
         and (product == dtype == images_BXHW.dtype or torch.is_autocast_enabled(images_BXHW.device.type))
@@ -55,15 +56,15 @@ def fits(images_BXHW: Tensor, weights: EmbeddingWeights) -> bool:
         and dtype in ELEMENT
         and all(t.dtype == dtype and t.device == images_BXHW.device and is_plain(t) for t in weights)
         and len({t.requires_grad for t in weights}) == 1
-        and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in vectors)
+        and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read_by_kernels)
         and width % 4 == C % 4 == H % height == W % width == 0
-        and weights.positions.shape == (1, H // height * (W // width) + 1, C)
+        and [t.shape for t in weights[1:]] == [(C,), (1, 1, C), (1, H // height * (W // width) + 1, C)]
         and images_BXHW.numel() < 2**34  # the kernel `patchify` has 32-bit thread indices
     )
 
 
 def runs_kernels(images_BXHW: Tensor) -> bool:
-    """Return whether CUDA kernels can run on the images, without a compiler or a dispatch mode."""
+    """Return whether CUDA kernels support the device, and no compiler, dispatch mode or transformation is active."""
     return is_eager(images_BXHW) and backends.backend_for(images_BXHW.device) == "cuda"
 
 
@@ -84,21 +85,16 @@ def forward(
 
 
 @planned()
-def backward(parameter: torch.dtype, dx_BLC: Tensor, patches_BnK: Tensor) -> list[Tensor | None]:
-    """Return the gradients of the parameters, (C, K), (C,), (C,) and (L, C), in the dtype `parameter`."""
+def backward(parameter_dtype: torch.dtype, dx_BLC: Tensor, patches_BnK: Tensor) -> list[Tensor | None]:
+    """Return the gradients of the parameters, (C, K), (C,), (C,) and (L, C), in `parameter_dtype`."""
     dx_BLC = given(aligned(dx_BLC))
-    dprojected_BnC, sums_PLC = embedding_gradients(dx_BLC, patches_BnK.dtype, parameter)
-    dpatches_CK = _mm(dprojected_BnC.flatten(0, 1).t(), patches_BnK.flatten(0, 1))
+    dprojected_BnC, sums_PLC = embedding_gradients(dx_BLC, patches_BnK.dtype, parameter_dtype)
+    dpatches_CK = products.mm_in_fp32(dprojected_BnC.flatten(0, 1).t(), patches_BnK.flatten(0, 1))
     sums_LC, middle = sums_PLC.sum(0), (dx_BLC.shape[1] - 1) // 2
-    # the sum of all tokens minus the class token would lose the patches' gradient if the class token's is much larger
+    # subtracting the class token's gradient from the sum of all tokens would cancel if that gradient is much larger
     dbias_C = sums_LC[:middle].sum(0) + sums_LC[middle + 1 :].sum(0)
     dclass_token_C = sums_LC[middle].clone()  # gradients must not share memory
-    return [t.to(parameter) for t in (dpatches_CK, dbias_C, dclass_token_C, sums_LC)]
-
-
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of 16-bit matrices in fp32."""
-    return torch.mm(a, b, out_dtype=torch.float32)
+    return [t.to(parameter_dtype) for t in (dpatches_CK, dbias_C, dclass_token_C, sums_LC)]
 
 
 class _Embedding(torch.autograd.Function):
@@ -107,12 +103,12 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dtype, images_BXHW, *weights):
         x_BLC, patches_BnK = forward(dtype, True, images_BXHW, *weights)
-        ctx.shapes, ctx.parameter = [t.shape for t in weights], weights[0].dtype
+        ctx.shapes, ctx.parameter_dtype = [t.shape for t in weights], weights[0].dtype
         ctx.save_for_backward(patches_BnK)
         return x_BLC
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_BLC):
-        gradients = backward(ctx.parameter, dx_BLC, *ctx.saved_tensors)
+        gradients = backward(ctx.parameter_dtype, dx_BLC, *ctx.saved_tensors)
         return None, None, *[t.view(shape) for t, shape in zip(gradients, ctx.shapes)]

@@ -11,7 +11,7 @@
 //   CHANNELS          number of image channels
 //   PATCH_H, PATCH_W  patch size in pixels; PATCH_W is a multiple of 4
 //
-// h, w patch grid    count number of threads that copy pixels
+// grid_h, grid_w patch grid    count number of threads that copy pixels
 
 #include "../cuda/types.cuh"
 
@@ -22,7 +22,7 @@ static_assert(PATCH_W % V == 0);
 
 extern "C" __global__ void __launch_bounds__(THREADS) patchify(PARAMETERS_patchify) {
     begin_kernel();
-    unsigned i = blockIdx.x * THREADS + threadIdx.x, h = h_, w = w_;
+    unsigned i = blockIdx.x * THREADS + threadIdx.x, h = grid_h, w = grid_w;
     if (i >= count) return;
     unsigned patch = i / PACKS, y = i % PACKS / ROW_PACKS, x = i % ROW_PACKS * V;
     unsigned image = patch / (h * w), cell = patch % (h * w), W = w * PATCH_W;

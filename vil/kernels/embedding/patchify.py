@@ -10,7 +10,7 @@ from ..cuda.elements import ELEMENT
 from ..cuda.source import I64, In, Out, Source
 
 SOURCE = Source("embedding/patchify", {
-    "patchify": dict(images=In("PIXEL"), patches=Out("Element"), h_=I64, w_=I64, count=I64),
+    "patchify": dict(images=In("PIXEL"), patches=Out("Element"), grid_h=I64, grid_w=I64, count=I64),
 })  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def patchify(images_BXHW: Tensor, size: tuple[int, int], dtype: torch.dtype) -> 
     patches_BnK = images_BXHW.new_empty(B, h * w, X * height * width, dtype=dtype)
     threads = B * H * W // 4
     launches.launch(SOURCE, "patchify", macros_of(dtype, images_BXHW.dtype, X, size), -(-threads // 256), 256, dict(
-        images=images_BXHW, patches=patches_BnK, h_=h, w_=w, count=threads,
+        images=images_BXHW, patches=patches_BnK, grid_h=h, grid_w=w, count=threads,
     ))  # fmt: skip
     return patches_BnK
 
