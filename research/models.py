@@ -46,7 +46,7 @@ def published_vit(drop_path_rate: float = 0.0, **arguments: Any) -> VisionTransf
 
 @register_model
 def vim_tiny_large_steps(**arguments: Any) -> VisionLonghorn:
-    """Return ViM-tiny with initial step sizes dt that are ten times as large, log-uniform between 1e-2 and 1.
+    """Return ViM-tiny whose initial dt (step size of the recurrence) is ten times as large, log-uniform from 1e-2 to 1.
 
     In `vim_tiny`, dt is log-uniform between 1e-3 and 1e-1. With equal RNG states, the two models differ only in the
     initial biases of their step projections.

@@ -20,7 +20,7 @@ from vil.evaluation.markdown import markdown_table
 
 SEEDS = [20, 21]  # seeds of the new arms, which no run of the photographs study has
 VIL, VIM = "ViL, learning rate 1e-3", "ViM, learning rate 2e-3"  # reference arms
-VIL_2E_3, LARGE_STEPS, FP32 = "ViL, learning rate 2e-3", "ViM, large initial steps", "ViM, fp32"  # new arms
+VIL_2E_3, LARGE_DT, FP32 = "ViL, learning rate 2e-3", "ViM, large initial dt", "ViM, fp32"  # new arms
 
 
 class Arm(NamedTuple):
@@ -33,7 +33,7 @@ class Arm(NamedTuple):
 
 ARMS = {
     VIL_2E_3: Arm("vim_fair_vil.json", "vil_tiny", ["--lr", "2e-3"]),
-    LARGE_STEPS: Arm("vim_fair_large_steps.json", "vim_tiny_large_steps", ["--lr", "2e-3"]),
+    LARGE_DT: Arm("vim_fair_large_steps.json", "vim_tiny_large_steps", ["--lr", "2e-3"]),
     FP32: Arm("vim_fair_fp32.json", "vim_tiny", ["--lr", "2e-3", "--no-amp"]),
 }
 
@@ -74,12 +74,12 @@ def student(first: BySeed, second: BySeed) -> Difference | None:
 
 
 def between_models(top1: dict[str, BySeed]) -> Difference | None:
-    """Compare ViL at 2e-3 with ViM with large initial steps. Return None if one of these arms is empty.
+    """Compare ViL at 2e-3 with ViM with large initial dt. Return None if one of these arms is empty.
 
     Two runs are too few to estimate a variance, so the variance of an arm is pooled with that of its reference. The
     degrees of freedom are Satterthwaite's approximation.
     """
-    first, second = top1[VIL_2E_3], top1[LARGE_STEPS]
+    first, second = top1[VIL_2E_3], top1[LARGE_DT]
     if not first or not second:
         return None
     pooled = [pooled_variance(first, top1[VIL]), pooled_variance(second, top1[VIM])]
@@ -116,8 +116,8 @@ def causes_table(results: Path) -> str:
     rows = (
         ("ViL's lead", VIL, VIM, welch(top1[VIL], top1[VIM])),
         ("learning rate", VIL, VIL_2E_3, student(top1[VIL], top1[VIL_2E_3])),
-        ("initial step size", LARGE_STEPS, VIM, student(top1[LARGE_STEPS], top1[VIM])),
-        ("recurrence", VIL_2E_3, LARGE_STEPS, between_models(top1)),
+        ("initial dt", LARGE_DT, VIM, student(top1[LARGE_DT], top1[VIM])),
+        ("recurrence", VIL_2E_3, LARGE_DT, between_models(top1)),
         ("precision", FP32, VIM, student(top1[FP32], top1[VIM])),
     )
     table = [["cause", "first", "minus", "points (95% interval)", "% of ViL's lead"]]

@@ -9,11 +9,11 @@ import pytest
 
 from research import tables, vim_fair
 
-NAMES = VIL, VIM, VIL_2E_3, LARGE_STEPS, FP32 = [
+NAMES = VIL, VIM, VIL_2E_3, LARGE_DT, FP32 = [
     "ViL, learning rate 1e-3",
     "ViM, learning rate 2e-3",
     "ViL, learning rate 2e-3",
-    "ViM, large initial steps",
+    "ViM, large initial dt",
     "ViM, fp32",
 ]
 MODELS = dict(vil="vil_tiny", large_steps="vim_tiny_large_steps", fp32="vim_tiny")
@@ -49,8 +49,8 @@ def test_the_causes_add_up_to_the_lead_of_the_photographs_study(results):
     assert lead == ["ViL's lead", VIL, VIM, "+6.35 (+5.61 to +7.09)", "100"]  # the row of photographs.md
     assert [cause[:3] for cause in [*causes, precision]] == [
         ["learning rate", VIL, VIL_2E_3],
-        ["initial step size", LARGE_STEPS, VIM],
-        ["recurrence", VIL_2E_3, LARGE_STEPS],
+        ["initial dt", LARGE_DT, VIM],
+        ["recurrence", VIL_2E_3, LARGE_DT],
         ["precision", FP32, VIM],
     ]
     points = [float(cause[3].split()[0]) for cause in causes]
@@ -70,14 +70,12 @@ def test_the_interval_of_a_new_arm_is_that_of_students_t_test():
 
 def test_an_arm_counts_when_both_of_its_seeds_are_finished(results):
     add_arm(results, "large_steps", {20: 36.0})
-    assert cells_of(vim_fair.arms_table(results))[2:] == [
-        [name, "0", "-", "-"] for name in (VIL_2E_3, LARGE_STEPS, FP32)
-    ]
+    assert cells_of(vim_fair.arms_table(results))[2:] == [[name, "0", "-", "-"] for name in (VIL_2E_3, LARGE_DT, FP32)]
     assert all(cells[3:] == ["-", "-"] for cells in cells_of(vim_fair.causes_table(results))[1:])
     add_arm(results, "large_steps", {20: 36.0, 21: 38.0})
-    assert cells_of(vim_fair.arms_table(results))[3] == [LARGE_STEPS, "2", "37.00 ± 1.41", "36.00 38.00"]
+    assert cells_of(vim_fair.arms_table(results))[3] == [LARGE_DT, "2", "37.00 ± 1.41", "36.00 38.00"]
     shown = [cells[0] for cells in cells_of(vim_fair.causes_table(results)) if cells[3] != "-"]
-    assert shown == ["ViL's lead", "initial step size"]
+    assert shown == ["ViL's lead", "initial dt"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_runs_with_another_recipe_or_other_images_are_rejected(changed, results)
     ("compare", "truth"),
     [
         (lambda top1: vim_fair.student(top1[VIL], top1[VIL_2E_3]), -1.0),
-        (lambda top1: vim_fair.student(top1[LARGE_STEPS], top1[VIM]), 2.0),
+        (lambda top1: vim_fair.student(top1[LARGE_DT], top1[VIM]), 2.0),
         (vim_fair.between_models, 5.0),
     ],
 )
@@ -103,7 +101,7 @@ def test_intervals_cover_the_true_difference_in_95_of_100_studies(compare, truth
     The true means are 41 and 42 for ViL, and 35 and 37 for ViM. The true deviations are 0.4 and 1.5.
     """
     random, studies, covered = np.random.default_rng(0), 1000, 0
-    runs = {VIL: (41.0, 0.4, 12), VIL_2E_3: (42.0, 0.4, 2), VIM: (35.0, 1.5, 20), LARGE_STEPS: (37.0, 1.5, 2)}
+    runs = {VIL: (41.0, 0.4, 12), VIL_2E_3: (42.0, 0.4, 2), VIM: (35.0, 1.5, 20), LARGE_DT: (37.0, 1.5, 2)}
     for _ in range(studies):
         top1 = {
             name: dict(enumerate(random.normal(center, width, n).tolist())) for name, (center, width, n) in runs.items()
