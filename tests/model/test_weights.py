@@ -360,5 +360,5 @@ def test_a_model_that_timm_did_not_create_is_exported_except_as_weights(tmp_path
     model = vil.VisionLonghorn(img_size=32, patch_size=8, depth=1, num_classes=3, embed_dim=16)
     export_model(model, tmp_path / "model.pt2")
     assert (tmp_path / "model.pt2").exists()
-    with pytest.raises(ExportError, match="must record the arguments that created it"):
+    with pytest.raises(ExportError, match="cannot recreate the model .* must record the arguments"):
         export_model(model, tmp_path / "model.safetensors")

@@ -294,7 +294,7 @@ def test_images_are_cached_only_if_all_fit_and_the_cache_is_logged(files, device
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (cache.SHARE * room, None))
     _, loader = epochs(files, device, count=1)
     assert loader.cache.images.are_present.any() == stays
-    line = f"52 images stay decoded on {device} once they have been read: some 0.0023 GiB"
+    line = f"52 images stay decoded on {device} after the first read (about 0.0023 GiB)"
     assert [message for message in caplog.messages if "decoded on" in message] == [line] * stays
     caplog.clear()
     monkeypatch.setenv("WORLD_SIZE", "2")
