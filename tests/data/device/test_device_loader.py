@@ -251,7 +251,7 @@ def test_repeated_augmentation_fills_the_cache_before_the_first_batch(
     loader, _ = on_device(files, device, aug_repeats=2)
     monkeypatch.setattr(loader, "gathered", lambda: iter(()))
     assert list(loader) == []
-    assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # decoded images take 3 bytes per pixel
+    assert caplog.messages[0].endswith("read (about 0.0027 GiB)")  # decoded images take 3 bytes per pixel
     monkeypatch.setattr(loader, "_loaded", None)
     assert list(loader) == []  # the cache is filled only once
     assert loader.cache.images.are_present.sum() in read
