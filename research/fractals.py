@@ -94,7 +94,7 @@ MARGIN = 6 / 512  # width of the margin around a fractal, relative to the side o
 CLUTTER_SYSTEMS = 256
 LARGEST = 4096  # maximum image side in pixels, because larger pixel indices are not exact in float32
 GREY, QUALITY = 127, 90
-COLOURS = 1 + MOST_MAPS  # number of colours per class: the colour of the background, and one per map
+COLOURS = 1 + MOST_MAPS  # number of colours per class: one for the background and one per affine map
 
 SPLITS = ("train", "validation", "test")
 # The key of each random number generator begins with the seed and one of the following purposes.

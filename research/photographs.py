@@ -216,7 +216,10 @@ class Study:
         return True
 
     def add(self, cell: Cell, run: dict[str, Any]) -> None:
-        """Add a finished run, with its test predictions if the run is reported, and write all results."""
+        """Add a finished run and write all results.
+
+        If the run belongs to the stage "seeds" and has not diverged, also predict the test images.
+        """
         with self.lock:
             if cell.stage == "seeds" and "diverged" not in run:
                 self.parts.append(seeds.judge(self.options.folder / cell.place, [run], self.splits[2]))

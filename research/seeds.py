@@ -229,7 +229,7 @@ def check_same(file: Path, found: dict[str, Any], expected: dict[str, Any], reme
         if name not in found:
             sys.exit(f"{file} of an earlier version does not store the {name} of its runs: {remedy}")
         if found[name] != value:
-            sys.exit(f"{name} must equal that of the runs in {file}, {found[name]}, got {value}: {remedy}")
+            sys.exit(f"{name} must match the runs in {file} (expected {found[name]}, got {value}): {remedy}")
 
 
 def predictions_of(results: Path) -> Path:

@@ -132,9 +132,7 @@ class Results:
         if path and path.exists():
             found = json.loads(path.read_text())
             if differing := [name for name in self.about if found.get(name) != self.about[name]]:
-                sys.exit(
-                    f"error: {', '.join(differing)} must equal that of the results in {path}: choose another --out"
-                )
+                sys.exit(f"error: {', '.join(differing)} must match the results in {path}: choose another --out")
             if "calls" not in found:
                 sys.exit(f"error: {path} of an earlier version does not store its machine: choose another --out")
             self.rows, self.earlier_calls = found["runs"], found["calls"]

@@ -2,7 +2,7 @@
 
 The program runs every kernel. Kernels for Hopper GPUs run only on a Hopper GPU.
 
-    export PYTHONPATH=tests/helpers PYTORCH_NO_CUDA_MEMORY_CACHING=1  # the sanitizer then sees each tensor's memory
+    export PYTHONPATH=tests/helpers PYTORCH_NO_CUDA_MEMORY_CACHING=1  # so that the sanitizer sees each tensor's memory
     compute-sanitizer --report-api-errors no --tool memcheck python3 tools/sanitize.py  # racecheck, initcheck
 
 On an H200, initcheck falsely reports that 16-bit results of cuBLAS are uninitialized, also in PyTorch's own kernels

@@ -118,7 +118,7 @@ def world_size_variable() -> str | None:
 
 
 def _environment_problem() -> str | None:
-    """Return why the environment variables do not describe a valid process group, or None.
+    """Return the reason why the environment variables describe no valid process group, or None if they are valid.
 
     timm creates a process group if WORLD_SIZE, or without it SLURM_NTASKS, exceeds 1. The processes find each other at
     MASTER_ADDR and MASTER_PORT. In an interactive Slurm job, or if a variable is left over from another run, the world

@@ -218,7 +218,7 @@ def check_weights(weights: dict[str, Any], path: str | Path) -> None:
 
 
 def _problem_of(tensor: Any) -> str | None:
-    """Return why a value of a state dict cannot be a weight, or None."""
+    """Return the reason why a value of a state dict cannot be a weight, or None if the value is valid."""
     if not isinstance(tensor, torch.Tensor):
         return f"must be a tensor, got {type(tensor).__name__}"
     if tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() == 1):

@@ -95,7 +95,7 @@ def test_settings_are_chosen_on_validation_and_judged_on_test_from_the_same_draw
 def test_results_of_other_images_are_not_added_to(study, photographs):
     image = photographs / "data" / "test" / "hat" / "00.png"
     image.write_bytes(image.read_bytes() + b"\0")
-    with pytest.raises(SystemExit, match="images must equal that of the results in .*clothing.json"):
+    with pytest.raises(SystemExit, match="images must match the results in .*clothing.json"):
         clothing.main()
 
 

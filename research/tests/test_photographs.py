@@ -247,13 +247,13 @@ def test_a_study_goes_on_from_its_results_on_another_machine_and_from_its_folder
     assert len(json.loads((root / "out.json").read_text())["runs"]) == 49
 
     (root / "elsewhere" / "test" / "ant" / "1.png").unlink()
-    with pytest.raises(SystemExit, match="images must equal that of the runs in .*out.json"):
+    with pytest.raises(SystemExit, match="images must match the runs in .*out.json"):
         call(*words)
     config = root / "small.yaml"
     config.write_text(config.read_text().replace("epochs: 30", "epochs: 3"))
-    with pytest.raises(SystemExit, match="config must equal that of the runs in .*out.json"):
+    with pytest.raises(SystemExit, match="config must match the runs in .*out.json"):
         call(*words)
-    with pytest.raises(SystemExit, match="config must equal that of the runs in .*study.json"):
+    with pytest.raises(SystemExit, match="config must match the runs in .*study.json"):
         call(*words, "--earlier", str(root / "none.json"))
 
 

@@ -96,18 +96,18 @@ def test_a_state_never_grows_when_there_is_nothing_to_remember(g):
         assert (form(S_old, k, torch.zeros(D, dtype=torch.float64), beta).norm(dim=1) <= S_old.norm(dim=1)).all()
 
 
-# Each of the next five functions returns a random state, a model's online objective, and the published updated state.
+# Each of the next five functions samples an old state, and returns it with a model's online objective and new state.
 # The objectives are from the Longhorn paper's table of online learners.
 
 
 def linear_attention(g):
-    """Return a random state of linear attention (Katharopoulos et al., 2020), its objective, and the updated state."""
+    """Return the old state, the online objective and the new state of linear attention (Katharopoulos et al., 2020)."""
     S_old, k, x = randn(g, D, N), randn(g, N), randn(g, D)
     return S_old, lambda S: (S - S_old).square().sum() - 2 * x @ S @ k, S_old + torch.outer(x, k)
 
 
 def retnet(g):
-    """Return a random state of RetNet (Sun et al., 2023), its online objective, and the updated state."""
+    """Return the old state, the online objective and the new state of RetNet (Sun et al., 2023)."""
     S_old, k, x, gamma = randn(g, D, N), randn(g, N), randn(g, D), 0.9
 
     def objective(S):
@@ -117,7 +117,7 @@ def retnet(g):
 
 
 def gla(g):
-    """Return a random state of GLA (Yang et al., 2024), its online objective, and the updated state."""
+    """Return the old state, the online objective and the new state of GLA (Yang et al., 2024)."""
     S_old, k, x, alpha = randn(g, D, N), randn(g, N), randn(g, D), rand(g, N)
 
     def objective(S):
@@ -127,7 +127,7 @@ def gla(g):
 
 
 def griffin(g):
-    """Return a random state of Griffin's RG-LRU (De et al., 2024), its online objective, and the updated state."""
+    """Return the old state, the online objective and the new state of Griffin's RG-LRU (De et al., 2024)."""
     S_old, x, alpha, gate = randn(g, D), randn(g, D), rand(g, D), rand(g, D)
     drive = (1 - alpha.square()).sqrt() * gate * x
 

@@ -196,7 +196,7 @@ def test_a_loader_recommends_the_number_of_workers_that_the_cores_allow(photo_fo
     ("options", "missing", "reason"),
     [
         ({"aa": "augmix-m5"}, None, "AugMix"),
-        ({}, "cuda decodes no JPEG", "cuda decodes no JPEG"),
+        ({}, "cuda cannot decode JPEG files", "cuda cannot decode JPEG files"),
     ],
 )
 def test_workers_augment_with_one_log_message_if_the_gpu_cannot(
@@ -264,5 +264,5 @@ def test_device_decoding_is_detected_by_decoding_an_image(monkeypatch, error, de
 
     monkeypatch.setattr(decoding, "_decode_all", fail)
     reason = decoding.decoder_is_missing(device)
-    assert reason == f"{device} decodes no JPEG: {repr(error)[:200]}"
+    assert reason == f"{device} cannot decode JPEG files: {repr(error)[:200]}"
     decoding.decoder_is_missing.cache_clear()

@@ -94,7 +94,7 @@ class StandIn:
     def backward(self, recurrence, dy, x, step_logits, k, q, A, skip, step_bias, states, reverse):
         leaves = [t if t is None else t.detach().double() for t in (x, step_logits, k, q, A, skip, step_bias)]
         given = [t.requires_grad_() for t in leaves if t is not None]
-        with ThreadPoolExecutor(1) as another:  # another thread, because autograd is disabled inside operators
+        with ThreadPoolExecutor(1) as another:  # autograd is disabled in operators, but only in the calling thread
             y = another.submit(self.y, recurrence, *leaves, reverse).result()
         found = iter(torch.autograd.grad(y, given, dy.double()))
         *per_token, dA, dskip, dbias = (t if t is None else next(found) for t in leaves)

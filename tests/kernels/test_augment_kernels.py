@@ -162,7 +162,7 @@ def random_operation(numbers, name=None):
     ranges |= dict.fromkeys(("ShearX", "ShearY", "TranslateXRel", "TranslateYRel"), (-0.4, 0.4))
     if name in ("TranslateX", "TranslateY"):  # multiples of 0.5 pixels, half of which sample at the image's edge
         return name, numbers.randint(-40, 40) / 2
-    if name not in ranges:  # factors are multiples of 0.1, because many pixels then have exact integer results
+    if name not in ranges:  # many results are exact integers if the factors are multiples of 0.1
         return name, numbers.randint(1, 19) / 10
     argument = numbers.uniform(*ranges[name])
     return name, int(argument) if name in ("Posterize", "Solarize", "SolarizeAdd") else argument
@@ -368,7 +368,8 @@ def philox(counters, key):
 
 @of_kernels
 def test_the_kernels_noise_is_philox_and_box_mullers(where):
-    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123: Philox4x32-10 of counter 0 and key 0
+    # Random123's test vector of Philox4x32-10 for counter 0 and key 0
+    answer = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert philox([[0] * 4], (0, 0)).tolist() == [answer]
     key, (height, width) = 0xDEADBEEF, (9, 11)
     for mode, kind in (("pixel", 2), ("rand", 1)):

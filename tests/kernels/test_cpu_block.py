@@ -180,7 +180,8 @@ def test_results_do_not_depend_on_the_number_of_threads(mixer, pool):
         torch.set_num_threads(before)
 
 
-# Even, odd and single numbers of rows and columns are separate cases, because the class token is in the middle.
+# Grids with an even number of rows or columns, an odd number, or only one are separate cases, because the class token
+# is in the middle.
 @MIXERS
 @pytest.mark.parametrize("pool", ["rows", "columns"])
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (3, 3), (7, 5), (1, 5), (5, 1), (1, 1), (17, 3), (2, 70)])

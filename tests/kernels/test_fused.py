@@ -32,7 +32,7 @@ def found(block, x):
 
 
 def replaced(place, part):
-    """Return a function that replaces the module `place` of a block by `part`."""
+    """Return a function that replaces the submodule at the path `place` of a block with the module `part`."""
     place, _, last = place.rpartition(".")
     return lambda block: block.get_submodule(place).add_module(last, part)
 

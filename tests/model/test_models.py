@@ -647,7 +647,7 @@ def test_a_replaced_step_projection_adds_its_bias_once(name):
     expected = model(x)
     for direction in model.blocks[0].mixer.directions:
         ours, (D, R) = direction.step_proj.state_dict(), direction.step_proj.weight.shape
-        direction.step_proj = torch.nn.Linear(R, D)  # LoRA packages also replace a layer by one of another class
+        direction.step_proj = torch.nn.Linear(R, D)  # LoRA packages also replace a layer with a layer of another class
         direction.step_proj.load_state_dict(ours)
     torch.testing.assert_close(model(x), expected)
 

@@ -301,7 +301,7 @@ def test_any_timm_model_can_be_loaded_and_exported(tmp_path):
 def test_weights_beyond_fp16_are_named_and_nothing_is_written(best, tmp_path, monkeypatch):
     model = vil.from_checkpoint(best(img_size=16)[0])
     monkeypatch.setattr("vil.exporting.TOLERANCE_OF_HALVES", 0)
-    with pytest.raises(ExportError, match="logits of the exported model must .* a difference of"):
+    with pytest.raises(ExportError, match="logits of the exported model differs .* by up to"):
         export_model(model, tmp_path / "folder")
     with torch.no_grad():
         model.norm.weight[3] = 65_600
@@ -360,5 +360,5 @@ def test_a_model_that_timm_did_not_create_is_exported_except_as_weights(tmp_path
     model = vil.VisionLonghorn(img_size=32, patch_size=8, depth=1, num_classes=3, embed_dim=16)
     export_model(model, tmp_path / "model.pt2")
     assert (tmp_path / "model.pt2").exists()
-    with pytest.raises(ExportError, match="must record the arguments that created it"):
+    with pytest.raises(ExportError, match="cannot recreate the model .* must record the arguments"):
         export_model(model, tmp_path / "model.safetensors")

@@ -588,7 +588,7 @@ def test_a_long_run_of_broken_files_is_replaced_by_the_next_readable_image(caplo
     assert reader[0, 0][1] == 2
     assert named(caplog) == ["file 0", "file 1"]
     reader.dataset.reader.files = [SMALL_JPEG]
-    assert reader[0, 0][1] == 0  # the file is read again, so it counts as readable after a repair
+    assert reader[0, 0][1] == 0  # the reader reads a repaired file again and returns its image
 
 
 def test_a_worker_reports_a_split_without_readable_images_in_one_line(tmp_path):
@@ -928,7 +928,7 @@ def test_tars_with_sparse_members_or_huge_headers_are_rejected(tmp_path, name, p
         match="cannot open the split 'train' of .*: (sparse files in a tar|extended header .* too large)",
     ):
         open_split(str(tmp_path), "", "train")
-    if name == "in a tar file":  # shards do not open nested tar files
+    if name == "in a tar file":  # the reader of shards does not open nested tar files
         return
     write_shards(tmp_path, {})
     for content in (TARS[name], gzip.compress(TARS[name])):

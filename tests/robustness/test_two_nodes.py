@@ -46,5 +46,5 @@ def test_a_killed_process_is_restarted_and_a_lost_node_can_be_restarted_by_hand(
     assert nodes[0].wait(60) == 1
     assert [node.wait(120) for node in start_nodes()] == [0, 0]
     assert nodes[0].said().count("resuming after step ") == 2
-    assert ["train in its place" in node.said() for node in nodes] == [True, False]  # rank 0 prints the message
+    assert ["train is used instead" in node.said() for node in nodes] == [True, False]  # rank 0 prints the message
     assert_same(result(tmp_path / "run"), undisturbed().result())

@@ -109,7 +109,7 @@ def test_a_run_names_the_classes_that_changed_since_its_checkpoint(
             shutil.rmtree(data / split / name)
     path = resume if resume == "auto" else str(tmp_path / resume)
     config = small_config(data, output=str(tmp_path), experiment="run", resume=path)
-    message = rf"the same as in \S+/run/last.pt \({re.escape(message)}\): restore the class folders"
+    message = rf"the classes differ from those in \S+/run/last.pt \({re.escape(message)}\): restore the class folders"
     with pytest.raises(CheckpointError, match=message):
         Trainer(config, CPU, 0, 1)
 

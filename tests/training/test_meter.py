@@ -168,8 +168,8 @@ def looked(clock, steps, caplog):
             (1, 0, 4, 3, 0.0),
             r"preparing images \(3 workers\) \(49%\): files of fewer pixels",
         ),
-        ((6, 0, 0, 2, 0.2), None),  # the host also waits for the GPU, so the GPU is not idle
-        ((4, 2, 0, 2, 0), None),  # loading waits for the model to free memory, so the GPU is not idle
+        ((6, 0, 0, 2, 0.2), None),  # the host also waits for the GPU, so the GPU is busy
+        ((4, 2, 0, 2, 0), None),  # the loader waits until the model frees memory, so the GPU is busy
         ((0, 0, 0, 0.1, 9), None),
     ],
 )

@@ -191,7 +191,7 @@ def test_two_ranks_with_accumulation_and_distillation_equal_the_naive_implementa
     assert Run(tmp_path, 2, **_plain(options | again)).wait() == [0, 0]
     said = two.log.read_text()
     for line in (
-        "has no split 'training': train in its place", "left out 1 link in ",
+        "has no split 'training': train is used instead", "left out 1 link in ",
         "'validation' has no images of 1 of the 7 ", "resuming with 56 training images, was 50",
         "has finished all 5 epochs; set a larger --epochs to train longer",
     ):  # fmt: skip

@@ -60,7 +60,7 @@ def command(*words: str | os.PathLike) -> str:
 
 
 class Cluster:
-    """Cluster of `nodes` nodes, node0, node1, ..., each with all cores of the machine and a GPU known only to Slurm.
+    """Emulated Slurm cluster of `nodes` nodes (node0, node1, ...), each with all CPU cores and one fake GPU.
 
     Args:
         folder: Folder for the cluster's files; a deep folder would exceed the length limit of socket names.

@@ -16,7 +16,7 @@ from .options import FIELDS, PHASE_OPTIONS, SYNONYMS, Config, ConfigError, check
 
 MOST_BYTES = 2**17  # maximum size of a config file in bytes, because YAML parsing needs much time and memory per byte
 LONGEST_NUMBER = 400  # maximum number of characters in a number; the largest float needs fewer
-COMMAND_LINE = "the command line"  # name of the command line in error messages about options
+COMMAND_LINE = "the command line"  # how error messages name the command line as the source of an option
 KINDS = {
     int: "an integer", float: "a number", bool: "true or false", str: "a text", tuple: "a list of numbers",
     dict: "a mapping",
@@ -228,7 +228,10 @@ def _checked_phases(value: Any, source: str) -> list[dict[str, Any]]:
         if not isinstance(phase, dict):
             raise ConfigError(f"{where} must be a mapping such as {{epochs: 100, lr: 4e-4}}, got {shown(phase)}")
         if of_run := [name for name in phase if name in FIELDS and name not in PHASE_OPTIONS]:
-            raise ConfigError(f"{where} must not set {of_run[0]!r}: set this option for the whole run")
+            raise ConfigError(
+                f"{where} must not set {of_run[0]!r}, which applies to all phases: set {of_run[0]!r} outside of "
+                "'phases'"
+            )
         phases.append(checked(phase, where))
     return phases
 

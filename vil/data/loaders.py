@@ -219,7 +219,8 @@ def _open_stream(dataset, transform, plan: LoadingPlan) -> HostLoader:
     dataset.transform = transform
     # timm before 1.0.31 treats the dataset as empty if num_workers is 0
     dataset.set_loader_cfg(num_workers=max(1, plan.workers))
-    dataset.reader.batch_size = plan.batch_size  # timm's reader then gives each training worker whole batches only
+    # with `batch_size`, timm's reader gives each training worker only whole batches
+    dataset.reader.batch_size = plan.batch_size
     loader = _piece_loader(dataset, plan, collate_fn=_collate, batch_size=plan.batch_size)
     return HostLoader(loader, None, plan)
 
@@ -244,7 +245,7 @@ def _open_on_device(dataset, transform, batches, plan: LoadingPlan) -> DeviceLoa
 
 
 def _piece_loader(dataset, plan: LoadingPlan, **arguments) -> DataLoader:
-    """Return a PyTorch DataLoader whose items are parts of a batch (pieces), each loaded by one worker."""
+    """Return a PyTorch DataLoader whose items are sub-batches (pieces), each loaded by one worker."""
     return DataLoader(
         dataset,
         num_workers=plan.workers,

@@ -44,7 +44,7 @@ class LoadingPlan:
 
     device: torch.device
     batch_size: int
-    piece_size: int  # maximum number of images that a worker loads at a time (a piece of a batch)
+    piece_size: int  # maximum number of images in a sub-batch that one worker loads (a piece of a batch)
     piece_bytes: int | None  # bytes of /dev/shm per piece of a batch; None if the workers send pieces without /dev/shm
     workers: int
     prefetch: int | None  # number of pieces of a batch that each worker prefetches; None without workers

@@ -159,7 +159,7 @@ class EvaluationBatches:
 
 
 class Pieces:
-    """Batch sampler that splits each batch into pieces of at most `size` images, which one worker loads at a time.
+    """Batch sampler that splits each batch into sub-batches (pieces), each of which one worker loads.
 
     The sampler yields nothing until `ready` is set, so that workers can start before the first batch.
 
@@ -168,8 +168,8 @@ class Pieces:
         size: Maximum number of images per piece.
         tasks: Function from (index, seed) pairs and their positions in the batch to the tasks of a worker. If given,
             the images of a batch are loaded in ascending order of their index. The copies of an image, due to repeated
-            augmentation, are then adjacent, so that a worker reads a file only once.
-            By default, the pairs are the tasks.
+            augmentation, are adjacent in this order, so that a worker reads a file only once. By default, the pairs
+            are the tasks.
     """
 
     def __init__(

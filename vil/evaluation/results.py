@@ -48,7 +48,7 @@ class Validation:
         preprocessing = self.models[0].settings
         rows = [_row(model, result, self.data, preprocessing) for model, result in zip(self.models, self.results)]
         for row, speed in zip(rows, self.speeds):
-            row |= asdict(speed)  # replaces images_per_second by the speed without image loading
+            row |= asdict(speed)  # replaces images_per_second with the speed without image loading
         return rows
 
     def as_dict(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class ModelSettings:
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """Values that override the model's timm data config, as arguments of `data_config_of`."""
+        """Options that override the model's timm data config, as keyword arguments of `data_config_of`."""
         names = ("img_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
         return {name: getattr(self, name) for name in names}
 

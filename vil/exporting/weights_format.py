@@ -89,6 +89,6 @@ def _reload(content: bytes) -> Any:
             return from_checkpoint(path)
         except (ConfigError, CheckpointError) as error:
             raise ExportError(
-                "the model must record the arguments that created it: load the model with vil.from_checkpoint "
-                f"({error})"
+                f"the weights file cannot recreate the model ({error}): the model must record the arguments that "
+                "created it, as models from vil.from_checkpoint do"
             ) from error

@@ -117,7 +117,7 @@ def _backend_for(device: torch.device) -> str:
 
 
 def misplaced(backend: str, device: torch.device) -> str | None:
-    """Return why a backend cannot read tensors on a device, or None if the backend can read them."""
+    """Return the reason why a backend cannot read tensors on a device, or None if it can."""
     if backend == "cpu":
         return None if device.type == "cpu" else f"tensors must be on a CPU for the cpu backend, got x on {device}"
     interpreted = backend == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -127,7 +127,7 @@ def misplaced(backend: str, device: torch.device) -> str | None:
 
 
 def unfit(backend: str, x: Tensor, state_size: int, directions: int) -> str | None:
-    """Return why the backend does not support x (..., L, D) or the numbers of states and directions, otherwise None."""
+    """Return the reason why a backend does not support x (..., L, D), the states or the directions, or None."""
     *_, L, D = x.shape
     if x.dtype not in DTYPES:
         return f"dtype of x must be float16, bfloat16 or float32 for the {backend} backend, got {x.dtype}"
@@ -140,7 +140,7 @@ def unfit(backend: str, x: Tensor, state_size: int, directions: int) -> str | No
 
 
 def unavailable(backend: str, device: torch.device) -> str | None:
-    """Return what this machine lacks to run a backend on a device, or None if nothing is missing."""
+    """Return the reason why this machine cannot run a backend on a device, or None if it can."""
     if backend == "cuda":
         return cuda.unavailable(device)
     if backend == "cpu":

@@ -198,7 +198,7 @@ def fused_block(block: nn.Module, x_BLC: Tensor) -> FusedBlock | None:
 def weights_as_built(block: nn.Module) -> BlockWeights | None:
     """Return the block's weights, or None if a module was replaced, has hooks, or has unsupported parameters.
 
-    Parameters of the original modules can be missing, because FSDP version 1 replaces them by plain tensors.
+    Parameters of the original modules can be missing, because FSDP version 1 replaces them with plain tensors.
     """
     modules: dict[str, Any] = block._modules  # reading _modules is faster than nn.Module.__getattr__
     mixer, drop_path = modules["mixer"], modules["drop_path"]

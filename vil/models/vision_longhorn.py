@@ -481,9 +481,9 @@ class VisionLonghorn(nn.Module):
         if isinstance(self.blocks, Blocks):
             x = self.blocks(x, grid, class_token_only, self.grad_checkpointing)
         elif type(self.blocks) is nn.Sequential and not has_hooks(self.blocks):
-            # A user may have replaced `model.blocks` by an nn.Sequential of blocks.
+            # A user may have replaced `model.blocks` with an nn.Sequential of blocks.
             x = run_blocks(self.blocks, x, grid, checkpointing=self.grad_checkpointing)
-        else:  # a user has replaced `model.blocks` by another module
+        else:  # a user has replaced `model.blocks` with another module
             x = self.blocks(x)
         return self.norm(x).to(self.cls_token.dtype)  # without a norm, x is the fp32 residual stream
 

@@ -35,7 +35,7 @@ class UnfitImageError(ValueError):
 
 
 def reason(error: Exception) -> str:
-    """Return why an image cannot be read, in printable characters."""
+    """Return the reason for a decoding error, in printable characters."""
     if isinstance(error, UnfitImageError):
         return str(error)
     if isinstance(error, OSError) and str(error):  # Pillow's messages need no type, such as "image file is truncated"

@@ -76,7 +76,7 @@ def plot_history(history: list[dict[str, Any]], note: str = "") -> bytes:
 
 
 def note_on_losses(config: Config) -> str:
-    """Return how binary cross-entropy, label smoothing or mixing changes the training loss; "" if none is used."""
+    """Return a note on how label smoothing, mixing or BCE changes the training loss, or "" if none is used."""
     if config.bce_loss:
         return "The training loss is binary cross-entropy, and the validation loss is cross-entropy."
     parts = {

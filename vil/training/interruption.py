@@ -43,7 +43,7 @@ class SignalWatch:
     The recorded signals do not end the process.
 
     A second SIGINT terminates the process at once, or raises KeyboardInterrupt if SIGINT did so before the watch was
-    created. A watch that is created in another thread than the main thread records no signals.
+    created. A watch records signals only if the main thread has created the watch.
 
     Attributes:
         received: Whether a signal has been received.
@@ -171,7 +171,7 @@ class CheckpointTimer:
         self.last_step = step
 
     def decide(self, step: int) -> Decision:
-        """Return the `Decision` that all ranks take together after `step` optimizer steps.
+        """Return whether a checkpoint is due, a signal was received or loading images failed on any rank.
 
         All ranks must call this method after the same step.
         """

@@ -1,7 +1,7 @@
 """Choice of splits, weights and recipe for a folder of images.
 
-`choose_recipe` chooses the recipe, and `_choose_start` chooses the model and weights. research/small_recipes.md
-has the measurements by which the recipes and weights for CPUs were designed.
+`choose_recipe` chooses the recipe, and `_choose_start` chooses the model and weights. The recipes and weights for CPUs
+were designed with the measurements in research/small_recipes.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BATCH_SIZES = (4, 8, 16, 32)
 STEPS_PER_EPOCH = 12  # minimum number of steps per epoch, if the smallest batch size permits
 STEPS = {"cpu": 500, "gpu": 5000}  # target number of optimizer steps; the limits in EPOCHS take precedence
 EPOCHS = {"cpu": (10, 60), "gpu": (20, 100)}  # minimum and maximum number of epochs
-LR = 1e-3  # learning rate for the largest batch size; proportional to the square root of smaller batch sizes
+LR = 1e-3  # learning rate at batch size BATCH_SIZES[-1]; scaled by the square root of the batch size below
 # Because CPUs are slower, a run on a CPU has a third of the patches per image and half of the blocks of a run on a GPU.
 IMG_SIZE = {"cpu": 64, "gpu": 224}
 BLOCKS = {"cpu": 12, "gpu": 24}
@@ -147,7 +147,7 @@ def _check_output(layout: Layout, given: Mapping[str, Any]) -> None:
 
 
 def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the splits, and log which images are used for training and for validation."""
+    """Choose the training split and, if there is no validation split, a held-out fraction. Log the chosen images."""
     chosen: dict[str, Any] = {"train_split": layout.train_split}
     folder = layout.data_dir if layout.train_split == WHOLE else str(Path(layout.data_dir) / layout.train_split)
     line = f"{folder}: {counted(layout.num_images, 'image')} of {counted(len(layout.class_sizes), 'class', 'classes')}"

@@ -59,7 +59,7 @@ class Phase:
         return not self.is_first and finished == self.epochs.start and not saved["progress"].get("losses")
 
     def that_wrote(self, saved: dict[str, Any]) -> Phase:
-        """Return the phase that wrote a checkpoint, which is the previous phase if the checkpoint ends that phase."""
+        """Return the phase that wrote a checkpoint: this phase, or the previous phase if this phase starts from it."""
         return self.previous if self.starts_from(saved) else self
 
 

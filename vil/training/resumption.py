@@ -143,8 +143,8 @@ def _check_same_classes(saved: dict[str, Any], label_names: Sequence[str], path:
     listed = "; ".join(f"{kind}: {quoted(changed)}" for kind, changed in changes.items() if changed)
     difference = listed or first_difference(names, label_names, str(path), "this run")
     raise CheckpointError(
-        f"the classes must be the same as in {path} ({difference}): restore the class folders, or start another run "
-        "with --experiment NAME"
+        f"the classes differ from those in {path} ({difference}): restore the class folders, or start another run with "
+        "--experiment NAME"
     )
 
 

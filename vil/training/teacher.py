@@ -98,7 +98,8 @@ class Teacher:
             ) from error
         if logits.shape != (1, num_classes):
             raise ConfigError(
-                f"teacher {self.name} must have {num_classes} classes like the run, got logits {tuple(logits.shape)}"
+                f"teacher {self.name} must return logits of shape (1, {num_classes}), one per class of the run, got "
+                f"{tuple(logits.shape)}: choose another teacher"
             )
         return counter.get_total_flops() / 1e9
 
@@ -136,4 +137,4 @@ def _load(name: str, path: str | None, num_classes: int) -> nn.Module:
 
 def _check_num_classes(teacher: str, found: int, expected: int) -> None:
     if found != expected:
-        raise ConfigError(f"teacher {teacher} must have {expected} classes like the run, got {found}")
+        raise ConfigError(f"teacher {teacher} must have the run's {expected} classes, got {found}")

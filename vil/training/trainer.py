@@ -181,7 +181,7 @@ class Trainer:
             progress.finish_run(state.history, self.checkpointer.best)
 
     def train_one_epoch(self, epoch: int, progress: Progress) -> None:
-        """Train on the batches of an epoch that are not finished yet."""
+        """Train on the unfinished batches of an epoch."""
         state = self.state
         state.model.train()
         loss = torch.zeros((), device=self.device)

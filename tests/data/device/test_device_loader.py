@@ -251,7 +251,7 @@ def test_repeated_augmentation_fills_the_cache_before_the_first_batch(
     loader, _ = on_device(files, device, aug_repeats=2)
     monkeypatch.setattr(loader, "gathered", lambda: iter(()))
     assert list(loader) == []
-    assert caplog.messages[0].endswith("read: some 0.0027 GiB")  # decoded images take 3 bytes per pixel
+    assert caplog.messages[0].endswith("read (about 0.0027 GiB)")  # decoded images take 3 bytes per pixel
     monkeypatch.setattr(loader, "_loaded", None)
     assert list(loader) == []  # the cache is filled only once
     assert loader.cache.images.are_present.sum() in read
@@ -294,7 +294,7 @@ def test_images_are_cached_only_if_all_fit_and_the_cache_is_logged(files, device
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (cache.SHARE * room, None))
     _, loader = epochs(files, device, count=1)
     assert loader.cache.images.are_present.any() == stays
-    line = f"52 images stay decoded on {device} once they have been read: some 0.0023 GiB"
+    line = f"52 images stay decoded on {device} after the first read (about 0.0023 GiB)"
     assert [message for message in caplog.messages if "decoded on" in message] == [line] * stays
     caplog.clear()
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -37,7 +37,7 @@ def test_pixels_equal_pillows_up_to_rounding(mode, subsampling):
     sizes = [(500, 375), (17, 33), (8, 8), (301, 299)]
     files = [encode(picture(i, mode, size), **options) for i, size in enumerate(sizes)]
     decode = JpegDecoder(torch.device("cuda", 0))
-    batches = 10 * [files, files[:2], files[1:]]  # batch sizes change, without a pause in between
+    batches = 10 * [files, files[:2], files[1:]]  # decode batches of changing sizes without synchronizing in between
     contents = [[bytes_of(file) for file in batch] for batch in batches]
     decoded = [decode(batch) for batch in contents]
     for batch, images in zip(batches, decoded, strict=True):

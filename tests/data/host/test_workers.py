@@ -374,7 +374,7 @@ def test_an_unused_loader_in_a_reference_cycle_stops_its_workers_silently(image_
 def test_pieces_form_batches_with_any_number_of_workers(image_folder, started, monkeypatch, count):
     """Pieces of at most 3 images form the batches of a split of 28 images with 0, 1 or 3 workers, in every epoch."""
     monkeypatch.setattr("vil.data.plan.PIECE", 3)
-    made = []  # the loader is created in another thread
+    made = []  # loader and worker processes, created in a separate thread
     (thread := threading.Thread(target=lambda: made.extend(started(count, batch_size=9)))).start()
     thread.join()
     loader, processes = made

@@ -69,7 +69,7 @@ def test_splits_are_found_by_common_names(tmp_path, wanted, there, found, tar, c
     if wanted in (found, "train", "validation"):
         assert lines == []
     else:  # using another folder than the requested one is logged, unless a default name is requested
-        assert lines == [f"{tmp_path} has no split {wanted!r}: {found}{'.tar' * tar} in its place"]
+        assert lines == [f"{tmp_path} has no split {wanted!r}: {found}{'.tar' * tar} is used instead"]
 
 
 def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeypatch, capsys):
@@ -87,7 +87,7 @@ def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeyp
                 litter.parent.mkdir(parents=True, exist_ok=True)
                 Image.new("RGB", (4, 4)).save(litter)
     monkeypatch.chdir(tmp_path / "a pet")
-    with pytest.raises(ConfigError, match="If these are classes, this splits them: ") as refused:
+    with pytest.raises(ConfigError, match="If these folders are classes, this command splits them: ") as refused:
         open_split(".", "", "train")
     words = shlex.split(str(refused.value).rpartition(": ")[2])
     assert words[:2] == ["vil", "split"]
@@ -114,7 +114,7 @@ def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeyp
     with pytest.raises(SystemExit, match="is already split into train: train on this folder directly, or split one of"):
         call(main, *words[2:])
     monkeypatch.chdir("train/cat")
-    with pytest.raises(SystemExit, match="has no class folders, its images lie directly in it"):
+    with pytest.raises(SystemExit, match="has no class folders, only images"):
         call(main, *words[2:])
     monkeypatch.chdir("..")
     shutil.rmtree("dog")
@@ -229,7 +229,7 @@ def test_class_indices_equal_timms(tmp_path):
     (tmp_path / "more" / "abc" / "all" / "batch2" / "1.png").touch()
     nested = FolderReader(str(tmp_path / "more"), str(tmp_path))
     assert [*nested.class_to_idx] == ["a", *sorted(alike), "batch2"]
-    assert "; a class is the folder that an image is in, also 'abc/all/batch2' inside of another class" in str(nested)
+    assert "; a class is the folder that contains an image, even 'abc/all/batch2' inside another class" in str(nested)
 
 
 def test_a_class_folder_without_read_permission_is_an_error(image_folder, monkeypatch):
@@ -317,7 +317,7 @@ def test_splits_must_have_the_same_classes(image_folder, tmp_path):
 def test_images_without_class_folders_are_rejected(image_folder, tmp_path):
     for split in ("train", "val"):
         shutil.copytree(image_folder / split / "ant", tmp_path / split)
-    with pytest.raises(ConfigError, match="/train has no class folders, .* named like its class"):
+    with pytest.raises(ConfigError, match="/train has no class folders, .* named like the image's class"):
         open_splits(small_config(tmp_path))
     for split in ("train", "val"):
         shutil.copytree(image_folder / split / "ant", tmp_path / "wrapped" / split / "images")

@@ -256,7 +256,7 @@ def _boxes_of_gaussians(radii_N: np.ndarray) -> np.ndarray:
     """Convert standard deviations of Gaussians to the box filters (N, 3) that PIL applies three times instead.
 
     The columns are the number of whole pixels on each side, the weight of each pixel, and the weight of the next pixel
-    at both ends. Weights are multiples of 2^-24. The dtypes are PIL's, which implements Gwosdek et al. (2011).
+    at both ends. Weights are multiples of 2^-24. The dtypes are those of PIL, which implements Gwosdek et al. (2011).
     """
     variance = np.square(radii_N.astype(np.float32)) / 3
     length = np.sqrt(12.0 * variance.astype(np.float64) + 1).astype(np.float32)

@@ -95,7 +95,7 @@ class DecodedCache:
             self.room = limit if needed <= limit else 0
             if self.room:
                 warn_on_rank0(
-                    __name__, "%d images stay decoded on %s once they have been read: some %.2g GiB",
+                    __name__, "%d images stay decoded on %s after the first read (about %.2g GiB)",
                     self.count, self.device, needed / 2**30,
                 )  # fmt: skip
         return self.room > 0

@@ -47,5 +47,5 @@ def decoder_is_missing(device: torch.device) -> str | None:
     try:
         _decode_all([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)], device)
     except Exception as error:  # a missing library can raise any type of exception
-        return f"{device} decodes no JPEG: {repr(error)[:200]}"
+        return f"{device} cannot decode JPEG files: {repr(error)[:200]}"
     return None

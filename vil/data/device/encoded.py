@@ -16,7 +16,8 @@ from .batched_transforms import ARGUMENTS, CODES, GEOMETRIC, affine_matrix
 from .nvjpeg import MOST_PIXELS
 from .transform_parameters import Operation, TransformParameters
 
-SMALL = 2**14  # workers decode images of up to `SMALL` pixels, for which nvJPEG takes as long as for larger ones
+# Workers decode images of up to `SMALL` pixels, because nvJPEG takes as long for small images as for larger images.
+SMALL = 2**14
 
 FILE = np.dtype(
     [
@@ -129,7 +130,7 @@ def _encode_operations(
 
 
 def join_pieces(batches: Sequence[Sequence[EncodedBatch]]) -> EncodedBatch:
-    """Concatenate the pieces of batches, as loaded by workers, and split the contents of the pieces into files."""
+    """Concatenate the sub-batches (pieces) that workers have loaded, and split the pieces' contents into files."""
     sizes = [sum(len(piece.targets) for piece in batch) for batch in batches]
     first_rows = np.repeat(np.cumsum([0, *sizes[:-1]]), [len(batch) for batch in batches])
     pieces = [piece for batch in batches for piece in batch]

@@ -58,7 +58,7 @@ class DeviceLoader(PieceLoader):
     model occupy memory.
 
     Args:
-        loader: Loader of encoded pieces.
+        loader: Loader of encoded pieces, which are sub-batches that one worker loads.
         batches: Batch sampler.
         plan: Loading plan of the split.
         cache: Cache of decoded images, which creates the workers' tasks.
@@ -97,7 +97,7 @@ class DeviceLoader(PieceLoader):
     def _start(
         self, group: list[list[EncodedBatch]], use: torch.cuda.Event | None, thread: ThreadPoolExecutor
     ) -> PendingGroup:
-        """Schedule decoding and transforming batches. Each batch is a list of pieces that workers loaded."""
+        """Schedule decoding and transforming of batches, each of which is a list of pieces (see `PieceLoader`)."""
         sizes = [sum(len(piece.targets) for piece in pieces) for pieces in group]
         prepare = functools.partial(self._prepare, join_pieces(group), use)
         return PendingGroup(thread.submit(prepare).result if self.plan.in_thread else prepare, sizes)

@@ -1,4 +1,4 @@
-"""Loaders that concatenate the pieces of a batch, which workers have loaded, on the model's device."""
+"""Loaders that concatenate sub-batches (pieces), each loaded by one worker, to batches on the model's device."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Waits(NamedTuple):
 
 
 class PieceLoader:
-    """Loader of images (B, 3, H, W) uint8 and targets (B,), which concatenates pieces that workers have loaded.
+    """Loader of images (B, 3, H, W) uint8 and targets (B,), which concatenates sub-batches (pieces) to batches.
 
     Args:
-        loader: Loader of pieces, which are parts of a batch that one worker loads.
+        loader: Loader of pieces. A piece is a sub-batch that one worker loads.
         batches: Batch sampler with a method `sizes`; None if each piece is a whole batch.
         plan: Loading plan of the split.
     """
@@ -65,7 +65,7 @@ class PieceLoader:
         return self.loader.dataset
 
     def gathered(self) -> Iterator[Iterator]:
-        """Yield an iterator over the parts (pieces) of each batch that workers have loaded."""
+        """Yield, for each batch, an iterator over the pieces that workers have loaded."""
         pieces = self._loaded()
         if self.batches is None:
             yield from (iter([piece]) for piece in pieces)

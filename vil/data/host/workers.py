@@ -30,7 +30,7 @@ from ..sources.images import restrict_pillow
 _logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 16  # maximum default number of workers per training process
-# maximum number of images in a piece, which a worker loads at a time; each piece of an iterable dataset is a batch
+# maximum number of images in a sub-batch (piece) that one worker loads; each piece of an iterable dataset is a batch
 PIECE = 64
 BATCHES_AHEAD = 3  # number of batches, or of groups of batches (see `batches_together`), that the workers prefetch
 PIPE_BYTES = 2**20  # capacity of the pipe from the workers to the training process; Linux allows 1 MiB by default
@@ -102,6 +102,8 @@ def choose_workers(
     piece_bytes: int | None,
 ) -> tuple[int, int | None]:
     """Choose the number of workers and of prefetched pieces, limited by CPU cores, split size and shared memory.
+
+    A piece is a sub-batch that one worker loads.
 
     Args:
         requested: Number of workers requested by the user, or None for the default.

@@ -78,7 +78,7 @@ class ClassFolders:
 
         folders = {*map(PurePosixPath, self.names)}
         if nested := sorted(str(folder) for folder in folders if not folders.isdisjoint(folder.parents)):
-            notes.append(f"a class is the folder that an image is in, also {nested[0]!r} inside of another class")
+            notes.append(f"a class is the folder that contains an image, even {nested[0]!r} inside another class")
 
         alike: dict[str, list[str]] = defaultdict(list)
         for name in self.class_to_idx:
@@ -97,8 +97,8 @@ def class_paths(folders: Iterable[str], where: str, known: Sequence[str] = ()) -
     paths = {*folders}
     if paths == {""}:
         raise ConfigError(
-            f"{where} has no class folders, its images lie directly in it: move each image into a folder that is "
-            "named like its class (for ImageNet's validation images, the script valprep.sh does so)"
+            f"{where} has no class folders, only images: move each image into a folder that is named like the image's "
+            "class (for ImageNet's validation images, the script valprep.sh does so)"
         )
     paths.discard("")
 
@@ -168,7 +168,7 @@ def endings(left_out: Counter[str]) -> str:
 
 
 def shards_hint(left_out: Counter[str]) -> str:
-    """Return how to read tar files as WebDataset shards, to append to an error message, or "" without tar files."""
+    """Return a hint for error messages on reading .tar files as WebDataset shards, or "" if no .tar was left out."""
     if not left_out[".tar"]:
         return ""
     return "; if the .tar files are WebDataset shards, set --dataset wds/NAME and --num-classes (see docs/options.md)"

@@ -34,8 +34,8 @@ class FolderReader(ClassReader, ReaderImageFolder):
         files = list_images(root, data_dir, self.left_out, dangling)
         if dangling:
             raise ConfigError(
-                f"{len(dangling)} links in {root} have no target, such as {dangling[0]!r}: mount the disk that they "
-                "lead to, or remove them"
+                f"{len(dangling)} links in {root} have no target, such as {dangling[0]!r}: mount the disk to which "
+                "the links lead, or remove the links"
             )
         if not files:
             raise RuntimeError(f"no images in subfolders of {root}{endings(self.left_out)}{shards_hint(self.left_out)}")

@@ -49,7 +49,7 @@ def list_images(
         warn_on_rank0(
             __name__,
             "left out %s in %r, such as %r: links must not lead out of the data set, or to files that the data set "
-            "contains already. Copy the images, or mount their folder there",
+            "contains already. Copy the images, or mount their folder inside the data set",
             counted(len(links_left_out), "link"), folder, os.path.relpath(links_left_out[0], folder),
         )  # fmt: skip
     if heic := sum(found.others[extension] for extension in HEIC_EXTENSIONS):
@@ -72,7 +72,7 @@ class _Found:
         self.targets: set[str] = set()  # resolved paths of followed links and of folders inside linked folders
 
     def walk(self, folder: str, is_linked: bool = False) -> None:
-        """Add the files and links of a folder, at any depth, without following links.
+        """Collect the image files and links in a folder and its subfolders, without following links.
 
         Args:
             folder: Path of the folder.

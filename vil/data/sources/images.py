@@ -127,7 +127,7 @@ class Unreadable:
     def refuse_late(self, number: int) -> None:
         """Raise a LateImageError if an earlier attempt to decode the image exceeded the timeout."""
         if self._states[number] == LATE:
-            raise LateImageError("not decoded in time before")
+            raise LateImageError("an earlier attempt to decode the image timed out")
 
     def take(self) -> int:
         """Return the number of unreadable images since the last call, and reset the number to 0."""

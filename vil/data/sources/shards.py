@@ -47,8 +47,8 @@ class Shards(ReaderWds):
 
     Images are decoded as in the readers of other sources. The shards of a local folder must lie inside the folder.
 
-    If a sample cannot be read, a warning names it and `unreadable` counts it. Training uses the next sample; evaluation
-    uses a blank image with the target `UNREADABLE`.
+    If a sample cannot be read, a warning names the sample and `unreadable` counts the sample. Training uses the next
+    sample; evaluation uses a blank image with the target `UNREADABLE`.
 
     Args:
         root: Folder or URL of the shards.
@@ -242,8 +242,8 @@ class Shards(ReaderWds):
             raise UnfitImageError(f"the class index must be below {num_classes}, got {target}")
         shard = label_of(_path_of(sample["__url__"]))
         raise LabelError(
-            f"classes of shards must be 0 to {num_classes - 1}, got {target} in {shard}: number them from 0, or set "
-            "--num-classes"
+            f"classes of shards must be 0 to {num_classes - 1}, got {target} in {shard}: number the classes from 0, or "
+            "set --num-classes"
         )
 
 

@@ -38,7 +38,7 @@ def find_split(data_dir: str | None, split: str) -> Path:
     if path := split_in(root, split):
         is_synonym = path.name.removesuffix(".tar").casefold() != split.casefold()
         if is_synonym and split not in SPLIT_NAMES:  # synonyms of 'train' and 'validation' need no warning
-            warn_on_rank0(__name__, "%s has no split %r: %s in its place", data_dir, split, path.name)
+            warn_on_rank0(__name__, "%s has no split %r: %s is used instead", data_dir, split, path.name)
         return path
 
     present = sorted(path.name for path in root.iterdir())
@@ -124,10 +124,10 @@ def _missing_split_hints(root: Path, split: str, present: Sequence[str]) -> str:
         hints += f". The splits are in {deeper[0].name!r}: set --data-dir {deeper[0]}"
 
     if _count_classes(root) > 1:
-        hints += f". If these are classes, this splits them: {_splitting_command(root, root)}"
+        hints += f". If these folders are classes, this command splits them: {_splitting_command(root, root)}"
     train = next((root / name for name in present if name.casefold() in SPLIT_NAMES["train"]), root / "train")
     if is_validation and _count_classes(train) > 1:
-        hints += f". This splits {train.name!r}: {_splitting_command(train, root)}"
+        hints += f". This command splits {train.name!r}: {_splitting_command(train, root)}"
     return hints
 
 

@@ -152,11 +152,11 @@ def _hint(unknown: str, classes: int, known: Sequence[str]) -> str:
     *parents, leaf = unknown.split("/")
     if outer := [parent for parent in parents if parent in known]:
         return (
-            f". A class is the folder that an image is in: move the images of {unknown!r} up into the folder "
-            f"{outer[-1]!r}"
+            f". An image's class is the folder that contains the image: move the images of {unknown!r} up into the "
+            f"folder {outer[-1]!r}"
         )
     if parents and leaf in known:
-        return f". Several folders are called {leaf!r}, which is one class there: rename or merge these folders"
+        return f". Several folders are called {leaf!r}, but only one class is: rename or merge these folders"
     if deeper := [name for name in known if unknown in name.split("/")]:
         return f". The class {deeper[0]!r} is nested deeper: use the same folders in both splits"
     if classes == 1:
@@ -184,7 +184,7 @@ def _open_tar(path: Path, known: Sequence[str]) -> ImageDataset:
         if not listed.exists():
             raise
         warn_on_rank0(
-            __name__, "%s is passed over, as it cannot be read (%r); remove it to have it made anew", listed, error
+            __name__, "ignored %s, which cannot be read (%r): remove the file, and it is written again", listed, error
         )
         reader = TarReader(str(path), known, use_list=False)
     return ImageDataset(str(path), reader=reader)
@@ -215,7 +215,10 @@ def _folders_of_tar(path: str) -> set[PurePosixPath]:
 
 
 def _folders_in(root: Path, outer: set[PurePosixPath]) -> set[PurePosixPath]:
-    """Return the subfolders of `root`, and of its subfolders `outer`, that contain no images."""
+    """Return the folders without images (at any depth) whose parent is `root` or one of the folders `outer`.
+
+    Hidden folders and links are left out.
+    """
     found = set()
     for folder in outer | {PurePosixPath()}:
         with contextlib.suppress(OSError):  # a folder that cannot be read is skipped

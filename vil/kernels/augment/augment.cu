@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) crop_resize_flip(PAR
     Tile tile(height, width);
     int top = tile.top, row = tile.row, of_lane = tile.left + lane, four = threadIdx.x % (TILE / 4);
     Crop crop = crops[tile.image];
-    __builtin_assume(__isGlobal(crop.pixels));  // the compiler then uses the faster loads of global memory
+    __builtin_assume(__isGlobal(crop.pixels));  // so that the compiler uses the faster loads of global memory
     Taps vertical(crop.axes[0], memory, H), horizontal(crop.axes[1], memory, W);
 
     // The tile depends on the rows of the crop from `begin` to `end`. Its last row inside the resized crop is `last`.

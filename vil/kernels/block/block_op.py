@@ -9,16 +9,17 @@ blocks of equal sizes with one call. More blocks per call would delay the first 
 delay the gradients of the last blocks, so that DistributedDataParallel could all-reduce fewer gradients during the
 backward pass.
 
-Consecutive blocks share a fused add-norm if the norm costs no extra kernel. Such a block maps the residual stream x and
-xhat, the norm of x without a weight, to the output x' and its norm xhat'. A block's backward pass ends with the norm
-xhat, unless xhat is an input of the call. Then the backward pass of the previous call begins with this norm.
+A block also computes the norm of its output for the next block if this costs no extra kernel. Such a block maps the
+residual stream x and xhat, the RMSNorm of x without a weight, to the output x' and xhat', the norm of x'. A block's
+backward pass ends with the gradient through the norm xhat, unless xhat is an input of the call. In this case, the
+backward pass of the previous call begins with the gradient through the norm.
 
 In a pooled block, the recurrence reads row or column means of the patches (lines.py), and v, y, steps, keys and queries
 of all tokens are never stored: `pool` stores only the skip connections of all tokens, and backward recomputes v from u.
 
 If only the class token's output is needed, as in a model's last block, z, the gate and the matrix product with
-out_proj are computed for the class token only. In a block that is not pooled, each direction then processes only the
-half of the tokens up to the class token.
+out_proj are computed for the class token only. If such a block is not pooled, each direction processes only the half of
+the tokens up to the class token.
 
 Functions, classes and modules between a model's call and the kernels:
 

@@ -1,6 +1,7 @@
 """Forward and backward pass of one or more consecutive blocks of equal sizes, which a single plan replays.
 
-The tensors are passed as flat lists with these contents:
+The input of the first block is x, and the output of the last block is x'. xhat and rstd, or xhat' and rstd', are the
+fields of `Normed` for x or x', and dx' is the gradient of x'. The tensors are passed as flat lists with these contents:
 
     forward     x, xhat and rstd of x (or None twice), each block's scale (or None), each block's weights
     saved       each block's `SavedForBackward` if gradients are needed, with None instead of xhat and rstd if they are

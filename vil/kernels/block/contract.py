@@ -45,8 +45,8 @@ SAVED: dict[str, tuple[str, torch.dtype | None]] = {
 def check_lists(recurrence: str, blocks: int, **lists: Any) -> None:
     """Raise a ValueError unless an operator's list arguments have the expected lengths.
 
-    `blocks` is the length of the argument `scales`. Each keyword argument is a tuple: the list to check, and then its
-    permitted lengths.
+    `blocks` is the length of the argument `scales`. Each keyword argument is a tuple of the list to check and the
+    permitted lengths of this list.
     """
     check_choice("recurrence", recurrence, backends.RECURRENCES)
     if blocks < 1:
@@ -108,8 +108,10 @@ def check_backward(options: tuple[BackwardOptions, ...], sizes: Sizes, flat: lis
     B, L, M, U = (known[letter] for letter in "BLMU")
     expected = Tokens(L, last.class_token_only).M, Tokens(L, options[0].class_token_only).columns(sizes.D)
     if expected != (M, U):
-        need = "dx_BMC must have {} tokens, and saved[0] (uz) must have {} columns".format(*expected)
-        raise ValueError(f"if class_token_only is {last.class_token_only}, {need}, got {M} and {U}")
+        raise ValueError(
+            f"dx_BMC must have {expected[0]} tokens and saved[0] (uz) must have {expected[1]} columns, got {M} tokens "
+            f"and {U} columns: check class_token_only of the first and of the last block"
+        )
     known.update(t=B * M, T=B * L)
     check(
         known, residual, ("dnext_TC", dnext_TC, "tC", dtype), ("next_normed[0]", next_xhat_TC, "tC", dtype),

@@ -51,12 +51,12 @@ def conv_backward(
 
 
 def share(B: int, L: int, most: int) -> tuple[int, int]:
-    """Return how many consecutive tokens a lane processes (a stretch), and how many partial sums the kernel writes.
+    """Return the number of consecutive tokens that a lane processes (a stretch), and the number of partial sums.
 
-    A part of the CTAs processes one share of the tokens and writes one partial sum. There are at most `most` parts,
-    because `most` parts keep the GPU busy and another kernel must add their sums. A part processes at most as many
-    groups of four stretches as with stretches of 256 tokens. The stretches are as short as this bound on the groups
-    allows, with at least 8 tokens.
+    The CTAs are divided into parts. A part processes a share of the tokens and writes one partial sum. There are at
+    most `most` parts, because `most` parts keep the GPU busy and another kernel must add the partial sums. A part
+    processes groups of four stretches, but not more groups than with stretches of 256 tokens. The stretches are as
+    short as this limit allows, but not shorter than 8 tokens.
     """
     most = max(1, most)
     rounds = -(-B * -(-L // 256) // (4 * most))

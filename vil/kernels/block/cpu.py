@@ -78,7 +78,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, MixerSaved]:
     """Return the block's output and the tensors for backward: rstd, h, uz and the mixer's tensors.
 
-    If only the class token is needed, a pooled block computes z and its output only for the class token, and uz
+    If only the class token is needed, a pooled block computes z and the output only for the class token, and uz
     contains only u, (B, L, D). Unless `keep` is set, the tensors for backward are not valid.
     """
     (B, L, C), D, tokens = x_BLC.shape, weights.out_proj.shape[1], _tokens(options, x_BLC)

@@ -181,7 +181,7 @@ def conv_forward(taps: int):
 def conv_backward(taps: int):
     """Build the kernel of the convolutions' backward pass.
 
-    Each image has its own sum of the gradients of filters and biases, (B, 2, taps + 1, D).
+    The kernel writes one sum of the gradients of filters and biases per image, (B, 2, taps + 1, D).
     """
     convolve, add_filter_gradients = convolution(taps), filter_gradients(taps)
     compute_token_gradient = token_gradient(taps)

@@ -98,7 +98,7 @@ def pool_forward(taps: int):
 
 
 def pooled_gate_forward():
-    """Build the kernel of the gate after a scan of row or column means.
+    """Build the gate kernel of a pooled block, in which the scan reads row or column means instead of tokens.
 
     The gate's output is scale * ((y_0 + y_1) / 2 + s) * silu(z), where y_0 and y_1 are the scan's outputs for the
     token's row or column, and s are the skip connections. The gate's output may overwrite s.
@@ -133,8 +133,8 @@ def pooled_gate_forward():
 def pooled_gate_backward():
     """Build the kernel of the backward pass of `pooled_gate_forward`, which also recomputes the gate's output.
 
-    The gradient of the gate's output is overwritten by the gradient of s. Half of the sum of this gradient over a row
-    or column is the gradient of y_0, and also of y_1.
+    The gradient of the gate's output is overwritten with the gradient of s. The gradient of y_0 equals the gradient of
+    y_1, and is half of the sum of the gradient of s over a row or column.
     """
 
     def kernel(arguments):
@@ -187,7 +187,7 @@ def pooled_gate_backward():
 def pool_backward(taps: int):
     """Build the kernel of the backward pass of `pool_forward`, from the gradients ds of s and dmeans of the means.
 
-    Each image has its own sum of the gradients of filters, biases and skip weights, (B, 2, taps + 2, D).
+    The kernel writes one sum of the gradients of filters, biases and skip weights per image, (B, 2, taps + 2, D).
     """
     filters, sum_rows = 2 * taps, 2 * (taps + 2)
     convolve, add_filter_gradients = convolution(taps), filter_gradients(taps)

@@ -67,7 +67,7 @@ def take_columns(step_proj, R, width, columns):
 
 @inlined
 def take_decay_rates(A_log, N, width, A):
-    """Store the transposed decay rates A = -exp(A_log), times log2(e), of a block of channels."""
+    """Store A = -exp(A_log), the decay rates of a block of channels, transposed and multiplied by log2(e)."""
     source = row(A_log, width * N)
     for n in range(N):
         for d in range(width):
@@ -169,8 +169,8 @@ def scan_forward(recurrence: str, N: int):
 def scan_backward(recurrence: str, N: int):
     """Build the backward kernel of `scan_forward` for all gradients except those of the projections' weights.
 
-    Each image has its own sum of the gradients of step_bias and A. The kernel writes the gradients of the means, the
-    projections and the step logits.
+    The kernel writes the gradients of the means, the projections and the step logits, and one sum of the gradients of
+    step_bias and A per image.
     """
     again, back = GRADIENTS[recurrence](N)
     kept_arrays = KEPT[recurrence]

@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gate(PARAMETERS_gate) {
     }
 }
 
-// Computes dy = scale dgated silu(z) / 2 of either direction, dz = scale dgated mean silu'(z), and gated again.
+// Computes dy = scale dgated silu(z) / 2 of either direction, dz = scale dgated mean silu'(z), and recomputes gated.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) gate_backward(PARAMETERS_gate_backward) {
     begin_kernel();
     i64 token = blockIdx.x * i64(WARPS) + threadIdx.x / 32;

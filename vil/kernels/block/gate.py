@@ -58,7 +58,7 @@ def gate(y: GateInputs, z_BLD: Tensor, scale_B: Tensor | None, keep: bool) -> tu
 def gate_backward(
     dgated_BLD: Tensor, mean_BLD: Tensor, z_BLD: Tensor, scale_B: Tensor | None, dy_BLD: Tensor, dz_BLD: Tensor
 ) -> Tensor:
-    """Write the gradient of each direction's output to `dy_BLD` and of z to `dz_BLD`; return the gate's output."""
+    """Write the gradient of either direction's output to `dy_BLD` and of z to `dz_BLD`. Return the gate's output."""
     B, L, D = mean_BLD.shape
     gated_BLD = torch.empty_like(mean_BLD)
     arguments = dict(

@@ -20,7 +20,7 @@ SOURCE = Source("block/in_proj_pool_sm90", {
 }, only_hopper=True)  # fmt: skip
 
 COLUMNS = 200  # columns of a matrix product, equal to COLUMNS in the .cu file: the tokens of an image, then zeros
-STAGES, SLOTS = 6, 6  # number of pipeline stages for the weights, and for chunks of 64 columns of an image's xhat
+STAGES, SLOTS = 6, 6  # pipeline stages for the weights, and for 64-column chunks of an image's normalized input xhat
 # Convolutions read three zeros after the last token. With 128 tokens, 36% of the columns would be unused.
 MIN_TOKENS, MAX_TOKENS = 129, COLUMNS - 3
 LINES = 16  # maximum number of pooled tokens of an image, because each of 8 warps processes two lines

@@ -81,7 +81,7 @@ def cta_shape(D: int, vector: int, most: int = 192) -> tuple[int, int]:
 
 
 def widths(limit: int, u_BLD: Tensor, *others: Tensor) -> tuple[int, int]:
-    """Return the number of adjacent channels per thread, at most `limit`, and per copy to shared memory."""
+    """Return the number of adjacent channels per thread (at most `limit`), and the number per copy to shared memory."""
     vector = vector_width(limit, u_BLD, *others)
     return vector, min(vector_width(16 // u_BLD.element_size(), u_BLD, *others), 4 * vector)
 

@@ -91,8 +91,9 @@ def pack_weights(
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
     """Pack a block's weights into one tensor for `PackedWeights`, and write tiled copies of out_proj and in_proj.
 
-    If x_TC is given, also return its norm without weight, x / sqrt(mean(x^2) + eps), in `dtype`, the norm's factors
-    (T,) in fp32, and x or, if `copy`, a copy of x, which the same kernel writes at little extra cost.
+    Also return a list of xhat = x * rstd in `dtype`, rstd = 1 / sqrt(mean(x^2) + eps) of shape (T,) in fp32, and x. If
+    `copy` is set, the last item is a copy of x, which the same kernel writes at little extra cost. If `x_TC` is None,
+    all items are None.
     """
     C, D, _, R, K = sizes = weights.sizes()
     packed = weights.norm.new_empty(packed_size(sizes, dtype), dtype=dtype)

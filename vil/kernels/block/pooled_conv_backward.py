@@ -54,9 +54,10 @@ def pooled_conv_backward(
 
 
 def stretch_and_parts(B: int, L: int, most: int) -> tuple[int, int]:
-    """Return how many consecutive tokens a CTA processes at a time, and how many CTAs share all tokens.
+    """Return the number of consecutive tokens that a CTA processes at a time, and the number of CTAs for all tokens.
 
-    The number of tokens is a multiple of 4. `most` CTAs keep the GPU busy, and each CTA writes one partial sum.
+    The number of tokens is a multiple of 4. There are at most `most` CTAs, because `most` CTAs keep the GPU busy and
+    each CTA writes one partial sum.
     """
     most = max(1, most)
 

@@ -43,7 +43,7 @@ _lock = threading.RLock()
 
 @functools.cache
 def unavailable() -> str | None:
-    """Return why kernels cannot be compiled or loaded on this machine, or None."""
+    """Return the reason why this machine cannot compile or load kernels, or None if it can."""
     if importlib.util.find_spec("numba") is None:
         return "numba is missing: pip install numba"
     try:

@@ -18,7 +18,7 @@ from . import compiler
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Return why this machine cannot run CUDA kernels on a GPU, or None if the machine can."""
+    """Return the reason why this machine cannot run CUDA kernels on the GPU `device`, or None if it can."""
     if torch.version.hip:
         return "the cuda backend needs an NVIDIA GPU and a CUDA build of PyTorch"
     capability = torch.cuda.get_device_capability(device)

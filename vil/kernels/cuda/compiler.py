@@ -16,7 +16,7 @@ OLDEST = (8, 0)  # minimum compute capability
 
 @functools.cache
 def unavailable() -> str | None:
-    """Return why kernels cannot be compiled on this machine, or None if they can."""
+    """Return the reason why this machine cannot compile kernels, or None if it can."""
     try:
         import cuda.core  # noqa: F401
         from cuda.bindings import nvrtc
@@ -44,8 +44,9 @@ def compile_cubin(source: Source, arch: str, macros: tuple[tuple[str, object], .
 
 
 def cached_cubin(source: Source, arch: str, macros: tuple[tuple[str, object], ...]) -> bytes:
-    """Return the cubin from the disk cache, compiling it if missing. `VIL_CACHE_DIR` overrides the user's cache
-    folder.
+    """Return the cubin from the disk cache, or compile the source and cache the cubin if it is missing.
+
+    The environment variable `VIL_CACHE_DIR` overrides the user's cache folder.
     """
     from cuda.bindings import nvrtc
 

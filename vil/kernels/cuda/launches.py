@@ -21,8 +21,8 @@ class Launch:
         source, entry: The source file, and the name of the kernel.
         macros: Macros to compile the file with.
         ctas, threads: Number of thread blocks, and threads of a block.
-        arguments: Values by parameter name: a tensor or None for each pointer, of the pointed-to dtype, an int for each
-            `i64` and a float for each `double`.
+        arguments: Values by parameter name: for each pointer, a tensor of the pointer's dtype or None; for each `i64`,
+            an int; for each `double`, a float.
         shared_bytes: Dynamic shared memory of a block in bytes.
 
     Raises:

@@ -35,8 +35,8 @@ class Place(NamedTuple):
 def assign(temporary: Sequence[Lifetime], results: Sequence[Lifetime]) -> tuple[dict[int, Place], int]:
     """Return the memory of each temporary buffer, and the bytes of the common allocation.
 
-    Larger buffers are placed first, and of buffers of equal size, those that are used last. Each buffer is placed at
-    the lowest offset that is free during the buffer's lifetime.
+    Buffers are placed in order of decreasing size. Of buffers of equal size, the buffers that are used last are placed
+    first. Each buffer is placed at the lowest offset that is free during the buffer's lifetime.
     """
     places: dict[int, Place] = {}
     placed: dict[int | None, list[tuple[int, Lifetime]]] = {None: [], **{r.buffer: [] for r in results}}

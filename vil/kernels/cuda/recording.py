@@ -29,7 +29,8 @@ from .memory import Lifetime, Place, assign, peak, rounded
 from .steps import Step, View
 
 SMALL = 1 << 22  # maximum bytes of a buffer that shares an allocation with buffers of other lifetimes
-# maximum memory of a plan that allocates all buffers in advance, relative to allocations at first use
+# A plan allocates all buffers in advance only if this needs at most MEMORY times the peak memory of allocating each
+# buffer at its first use.
 MEMORY = 1.08
 aten = torch.ops.aten
 ALLOCATIONS = {

@@ -43,7 +43,7 @@ class Pointer:
 
     element: str  # C++ type of the elements
     const: bool
-    restrict: bool = True  # whether the pointer is declared __restrict__: no other parameter shares its memory
+    restrict: bool = True  # whether the pointer is declared __restrict__, because no other parameter shares the memory
     pack: int = 1  # number of elements that the kernel accesses at once
     early: bool = False  # whether the kernel accesses the memory before it waits for the previous kernel (overlap.cuh)
 

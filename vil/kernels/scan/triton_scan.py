@@ -81,7 +81,7 @@ def _channel_numbers(program, D, H: tl.constexpr, BLOCK_D: tl.constexpr):
 def _locate(
     program, B, L, D, segment_chunks, reverse, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SEGMENTED: tl.constexpr
 ):  # fmt: skip
-    """Return which segment of which sequence a program instance processes, and the positions of the segment's tokens.
+    """Return the segment and the sequence that a program instance processes, and the positions of the segment's tokens.
 
     The results are the segment, the sequence, the row of the sequence's first token read, the stride between rows, and
     the begin and end of the segment. Segments of `segment_chunks` chunks are numbered across all sequences.
