@@ -74,7 +74,7 @@ def student(first: BySeed, second: BySeed) -> Difference | None:
 
 
 def between_models(top1: dict[str, BySeed]) -> Difference | None:
-    """Compare ViL at 2e-3 with ViM with large initial dt. Return None if one of these arms is empty.
+    """Compare ViL at 2e-3 with ViM with a large initial dt. Return None if one of these arms is empty.
 
     Two runs are too few to estimate a variance, so the variance of an arm is pooled with that of its reference. The
     degrees of freedom are Satterthwaite's approximation.

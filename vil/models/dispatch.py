@@ -120,8 +120,8 @@ def run_embedding(
 ) -> Tensor | None:
     """Return the tokens (B, L, C) of images by the fused kernels, or None if PyTorch code must run.
 
-    The kernels run if the image size is that of the model, patches do not overlap, `patch_embed` and its projection
-    have exactly `classes` and no hooks, and `embed_op.fits` supports the images and parameters.
+    The kernels run if the image size is that of the model, patches do not overlap, the types of `patch_embed` and its
+    projection are exactly `classes`, neither module has hooks, and `embed_op.fits` returns True.
     """
     if not _fused or not isinstance(images_B3HW, Tensor) or not embed_op.runs_kernels(images_B3HW):
         return None

@@ -18,7 +18,8 @@ On an NVIDIA GPU, `model(images)` calls these functions, each of which calls the
     block_op.run_blocks                vil/kernels/block     function that calls the operator for consecutive blocks
     launch                             vil/kernels/cuda      compilation and launch of the operator's kernels
 
-`VisionLonghorn.embed`, which `forward_features` calls before the blocks, runs the kernels of vil/kernels/embedding.
+`forward_features` calls `VisionLonghorn.embed` before the blocks. `embed` runs the kernels of vil/kernels/embedding if
+the kernels support the call.
 
 Dimension letters in the suffixes of tensor names:
 

@@ -38,7 +38,7 @@ def check_expansion(content: Any, most_bytes: int) -> None:
         if total > most_bytes:
             raise TorchFileError(f"the file's values must take at most {most_bytes} bytes, got at least {total}")
         children = chain.from_iterable(map(_children_of, level))
-        # The references alone of any further values would exceed `most_bytes`, so the list ends one above the limit.
+        # The list ends one value above the limit, because references to this many values already exceed `most_bytes`.
         level = list(islice(children, most_bytes // REFERENCE + 1))
         if not level:
             return

@@ -171,7 +171,9 @@ class CheckpointTimer:
         self.last_step = step
 
     def decide(self, step: int) -> Decision:
-        """Return whether a checkpoint is due, a signal was received or loading images failed on any rank.
+        """Return the `Decision` of all ranks: whether a checkpoint is due, and whether a rank must stop the run.
+
+        A rank stops the run if the rank has received a signal or cannot load images.
 
         All ranks must call this method after the same step.
         """

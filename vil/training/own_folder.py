@@ -40,7 +40,9 @@ BATCH_SIZES = (4, 8, 16, 32)
 STEPS_PER_EPOCH = 12  # minimum number of steps per epoch, if the smallest batch size permits
 STEPS = {"cpu": 500, "gpu": 5000}  # target number of optimizer steps; the limits in EPOCHS take precedence
 EPOCHS = {"cpu": (10, 60), "gpu": (20, 100)}  # minimum and maximum number of epochs
-LR = 1e-3  # learning rate at batch size BATCH_SIZES[-1]; scaled by the square root of the batch size below
+# Learning rate at a batch size of at least BATCH_SIZES[-1]. For smaller batches, the learning rate is proportional to
+# the square root of the batch size.
+LR = 1e-3
 # Because CPUs are slower, a run on a CPU has a third of the patches per image and half of the blocks of a run on a GPU.
 IMG_SIZE = {"cpu": 64, "gpu": 224}
 BLOCKS = {"cpu": 12, "gpu": 24}

@@ -1,4 +1,4 @@
-"""Loaders that concatenate sub-batches (pieces), each loaded by one worker, to batches on the model's device."""
+"""Loaders that concatenate sub-batches (pieces), each loaded by one worker, into batches on the model's device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Waits(NamedTuple):
 
 
 class PieceLoader:
-    """Loader of images (B, 3, H, W) uint8 and targets (B,), which concatenates sub-batches (pieces) to batches.
+    """Loader of images (B, 3, H, W) uint8 and targets (B,), which concatenates sub-batches (pieces) into batches.
 
     Args:
         loader: Loader of pieces. A piece is a sub-batch that one worker loads.

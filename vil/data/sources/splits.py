@@ -215,7 +215,7 @@ def _folders_of_tar(path: str) -> set[PurePosixPath]:
 
 
 def _folders_in(root: Path, outer: set[PurePosixPath]) -> set[PurePosixPath]:
-    """Return the folders without images (at any depth) whose parent is `root` or one of the folders `outer`.
+    """Return the folders whose parent is `root` or one of `outer`, and that contain no images at any depth.
 
     Hidden folders and links are left out.
     """

@@ -72,7 +72,7 @@ def backward(
         options.recurrence, dy_BLD.expand(2, B, L, D), *scanned, saved.states, REVERSE
     )
     v_2TD, dv_2TD, dstep_logits_2TD = (t.flatten(1, 2) for t in (saved.v, dv_2BLD, dstep_logits_2BLD))
-    # on some CPUs, a matrix product is twice as fast if its result has few rows as if it has few columns
+    # on some CPUs, a matrix product whose result has few rows is twice as fast as one whose result has few columns
     dstep_2RT = torch.bmm(both(weights, "step_proj").mT, dstep_logits_2TD.mT)
     dprojected_2TP = torch.cat([dstep_2RT.mT, dk_2BLN.flatten(1, 2), dq_2BLN.flatten(1, 2)], dim=2)
     dv_2TD.baddbmm_(dprojected_2TP, both(weights, "x_proj"))

@@ -21,7 +21,7 @@ SOURCE = Source("block/scan_image", {
 MOST_LINES = 16  # maximum number of pooled tokens per image: the rows of a matrix product on tensor cores
 STATES = 16
 # The kernel is used only if the number of channels per CTA, multiplied by the number of multiprocessors per image, is
-# at most CHANNELS, because few images with many channels per CTA are slow.
+# at most CHANNELS, because CTAs with many channels are slow if there are few images.
 CHANNELS = 3072
 MOST_WARPS = 12  # maximum number of warps per multiprocessor, because a thread needs up to 168 registers
 

@@ -28,8 +28,8 @@ SOURCE = Source("block/scan_lines_bwd", {
 ROWS, N = 16, 16  # maximum number of pooled tokens per image, and the supported number of states
 WARPS = 8  # maximum number of warps per CTA; 12 warps are slower
 NARROW = 384  # maximum number of channels per CTA for which the kernel is fast for any number of images
-# If a CTA has more than NARROW channels, the kernel is used only on GPUs with at most IMAGES multiprocessors per image,
-# because separate kernels are faster otherwise.
+# If a CTA has more than NARROW channels, the kernel is used only if the GPU has at most IMAGES multiprocessors per
+# image of the batch, because separate kernels are faster otherwise.
 IMAGES = 8
 
 

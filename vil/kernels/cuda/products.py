@@ -1,4 +1,4 @@
-"""Matrix products with results in fp32 (or fp64 for fp64 matrices). For 16-bit matrices, they run only on a GPU."""
+"""Matrix products with results in fp32 (or fp64 for fp64 matrices). Products of 16-bit matrices run only on a GPU."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ def backward(parameter_dtype: torch.dtype, dx_BLC: Tensor, patches_BnK: Tensor) 
     dprojected_BnC, sums_PLC = embedding_gradients(dx_BLC, patches_BnK.dtype, parameter_dtype)
     dpatches_CK = products.mm_in_fp32(dprojected_BnC.flatten(0, 1).t(), patches_BnK.flatten(0, 1))
     sums_LC, middle = sums_PLC.sum(0), (dx_BLC.shape[1] - 1) // 2
-    # subtracting the class token's gradient from the sum of all tokens would cancel if that gradient is much larger
+    # Subtracting the class token's gradient from the sum over all tokens would lose precision if this gradient is much
+    # larger than the other gradients.
     dbias_C = sums_LC[:middle].sum(0) + sums_LC[middle + 1 :].sum(0)
     dclass_token_C = sums_LC[middle].clone()  # gradients must not share memory
     return [t.to(parameter_dtype) for t in (dpatches_CK, dbias_C, dclass_token_C, sums_LC)]

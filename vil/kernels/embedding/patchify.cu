@@ -2,8 +2,8 @@
 //
 //   patches[b, i w + j, c, y, x] = images[b, c, i PATCH_H + y, j PATCH_W + x],    rounded to Element
 //
-// A thread copies 4 adjacent pixels of each channel. A warp writes 128 adjacent elements of a channel if a patch has
-// at least 128 pixels.
+// A thread copies 4 adjacent pixels of each channel. A warp writes 128 adjacent elements of a channel if the number of
+// pixels of a patch is a multiple of 128.
 //
 // patchify.py declares the parameters of the kernel. Macros:
 //   INPUT             element type of the patches: bf16 or fp16
