@@ -419,9 +419,10 @@ def test_replaying_an_emulated_block_equals_running_the_block(
 
 @pytest.mark.parametrize("norm_given", [False, True])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_plans_of_six_blocks_allocate_all_memory_in_advance(pooled, norm_given, monkeypatch):
+@pytest.mark.parametrize("C", [192, 384])
+def test_plans_of_six_blocks_allocate_all_memory_in_advance(C, pooled, norm_given, monkeypatch):
     """Only plans that allocate in advance are captured as CUDA graphs."""
-    (B, L, C), blocks, launch = (128, 197, 192), 6, launches.launch
+    B, L, blocks, launch = 128, 197, 6, launches.launch
     emulator.as_if_on_a_gpu(monkeypatch, multiprocessors=132, hopper=True)
     monkeypatch.setattr(launches, "launch", launch)  # plans must record launches
     weights = weights_of(make_block(LonghornMixer, C), detach=True)

@@ -222,8 +222,8 @@ def compare(model: nn.Module, exported: Exported, run: Run, tolerance: float = T
         difference = (truth - value).abs().max().item()
         if not difference <= tolerance * max(1, truth.abs().max().item()):  # "not <=" also catches NaN
             raise ExportError(
-                f"{name} of the exported model differs from the PyTorch model by up to {difference:.1e}: no file was "
-                "written"
+                f"the output {name} of the exported model differs from that of the PyTorch model by up to "
+                f"{difference:.1e}: no file was written"
             )
         largest = max(largest, difference)
     has_same_top1 = expected[0].argmax(-1) == found[0].argmax(-1)

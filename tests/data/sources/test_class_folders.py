@@ -99,7 +99,7 @@ def test_a_split_with_one_of_two_equal_folder_names_matches_the_class_by_path(tm
 @pytest.mark.parametrize("other", ["bazaar/indoor", "deep/bazaar/indoor"])
 def test_an_equal_folder_name_under_another_parent_is_another_class(tmp_path, packed, other):
     write(tmp_path, "train/church/indoor/0.png", "train/cat/0.png", "val/church/indoor/0.png", f"val/{other}/0.png")
-    with pytest.raises(ConfigError, match="Several folders are called 'indoor', but only one class is"):
+    with pytest.raises(ConfigError, match="Several folders are called 'indoor', but only one class has this name"):
         open_splits(small_config(packed(tmp_path), val_split="val"))
     write(tmp_path, "one/indoor/0.png", "one/church/indoor/0.png", f"two/{other}/0.png")
     with pytest.raises(ConfigError, match="'two' of .* has classes that training does not have: 'indoor'"):

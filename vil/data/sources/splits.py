@@ -156,7 +156,7 @@ def _hint(unknown: str, classes: int, known: Sequence[str]) -> str:
             f"folder {outer[-1]!r}"
         )
     if parents and leaf in known:
-        return f". Several folders are called {leaf!r}, but only one class is: rename or merge these folders"
+        return f". Several folders are called {leaf!r}, but only one class has this name: rename or merge these folders"
     if deeper := [name for name in known if unknown in name.split("/")]:
         return f". The class {deeper[0]!r} is nested deeper: use the same folders in both splits"
     if classes == 1:
@@ -183,9 +183,7 @@ def _open_tar(path: Path, known: Sequence[str]) -> ImageDataset:
             raise RuntimeError(f"no images in {path}") from error
         if not listed.exists():
             raise
-        warn_on_rank0(
-            __name__, "ignored %s, which cannot be read (%r): remove the file, and it is written again", listed, error
-        )
+        warn_on_rank0(__name__, "ignored %s, which cannot be read (%r): remove the file to recreate it", listed, error)
         reader = TarReader(str(path), known, use_list=False)
     return ImageDataset(str(path), reader=reader)
 
