@@ -98,8 +98,8 @@ def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeyp
     names = sorted(path.name for path in (tmp_path / "a pet_split").glob("*/cat/*"))
     assert names == sorted(f"{i}.{suffix}" for i, suffix in enumerate(files["cat"].split()))
     found = [describe_split(split, open_split("../a pet_split", "", split)) for split in ("train", "validation")]
-    assert found[0] == "train: 8 images of 2 classes, from 1 of 'dog' to 7 of 'cat'"
-    assert found[1] == "validation: 3 images of 2 classes, from 1 of 'dog' to 2 of 'cat'"
+    assert found[0] == "train: 8 images of 2 classes, 1 ('dog') to 7 ('cat') images per class"
+    assert found[1] == "validation: 3 images of 2 classes, 1 ('dog') to 2 ('cat') images per class"
     (tmp_path / "a pet/train").mkdir()
     for name in files:
         (tmp_path / "a pet" / name).rename(tmp_path / "a pet/train" / name)
