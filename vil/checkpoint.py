@@ -66,6 +66,9 @@ def save_checkpoint(state: dict[str, Any], path: Path, previous: Path | None = N
 def options_to_resume(path: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options stored in a checkpoint, for a run that resumes from the checkpoint.
 
+    The number of classes is left out if the run's images are in class folders. When the run resumes, the names of the
+    class folders are compared with the checkpoint, and an error names the classes that differ.
+
     Args:
         path: Checkpoint file.
         given: Options from the command line.
@@ -77,6 +80,9 @@ def options_to_resume(path: str, given: dict[str, Any]) -> dict[str, Any]:
     options = Checkpoint(path, whole=False).options
     confirm_dataset(options, given, path)
     confirm_teacher(options, given, path)
+    source = {**options, **given}
+    if not source.get("dataset") and not source.get("synthetic"):
+        options.pop("num_classes", None)
     return options
 
 

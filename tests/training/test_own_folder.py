@@ -274,6 +274,16 @@ def test_resuming_keeps_the_options_of_the_run(run, monkeypatch):
         Trainer(Config(**complete(given | {"val_fraction": 0.3})), torch.device("cpu"), 0, 1)
 
 
+def test_a_resumed_run_names_the_classes_that_changed(run, tmp_path):
+    shutil.copytree(run / "colors", tmp_path / "colors")
+    (tmp_path / "colors/blue").rename(tmp_path / "colors/black")
+    shutil.copytree(tmp_path / "colors/red", tmp_path / "colors/ruby")
+    given = {"data_dir": str(tmp_path / "colors"), "device": "cpu", "output": str(run), "experiment": "run"}
+    config = Config(**complete(given | {"resume": "auto"}))
+    with pytest.raises(CheckpointError, match="missing: 'blue'; new: 'black', 'ruby'"):
+        Trainer(config, torch.device("cpu"), 0, 1)
+
+
 @pytest.mark.parametrize(
     ("folders", "lines"),
     [

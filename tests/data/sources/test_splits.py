@@ -298,9 +298,8 @@ def test_splits_must_have_the_same_classes(image_folder, tmp_path):
     (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
     with pytest.raises(ConfigError, match=r"'validation' of .* has classes that training does not have: 'wasp'"):
         open_splits(config)
-    with pytest.raises(
-        ConfigError, match=r"the split 'train' of .* has 4 classes, but the model has 1000 \(num_classes\)"
-    ):
+    message = r"the split 'train' of .* has 4 classes, but the model has 1000 \(num_classes\): set --num-classes 4"
+    with pytest.raises(ConfigError, match=message):
         open_splits(small_config(image_folder, num_classes=1000))
     with pytest.raises(ConfigError, match="^the folder .*/train has 4 classes, but the model has 1000"):
         open_split(str(image_folder / "train"), "", ".", 1000)

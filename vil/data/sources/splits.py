@@ -73,7 +73,8 @@ def open_split(
             raise ConfigError(message) from error
         where = called(split, data_dir or dataset)
         raise ConfigError(f"cannot open {where}: {type(error).__name__}: {error}") from error
-    check_count(images, num_classes, split, data_dir)
+    remedy = f"set --num-classes {len(class_names(images))}, or remove num_classes"
+    check_count(images, num_classes, split, data_dir, remedy)
     return images
 
 
@@ -93,13 +94,12 @@ def _open_local(data_dir: str | None, split: str, known: Sequence[str]) -> Image
     return _open_tar(path, known)
 
 
-def check_count(images, num_classes: int | None, split: str, data_dir: str | None) -> None:
-    """Raise a ConfigError if the number of classes of a split and of the model differ."""
+def check_count(images, num_classes: int | None, split: str, data_dir: str | None, remedy: str) -> None:
+    """Raise a ConfigError that ends with `remedy` if the number of classes of a split and of the model differ."""
     classes = len(class_names(images))
     if classes and num_classes and classes != num_classes:
         raise ConfigError(
-            f"{called(split, data_dir)} has {classes} classes, but the model has {num_classes} (num_classes): "
-            "the split must have the classes on which the model was trained"
+            f"{called(split, data_dir)} has {classes} classes, but the model has {num_classes} (num_classes): {remedy}"
         )
 
 
