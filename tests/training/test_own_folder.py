@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -272,6 +273,44 @@ def test_resuming_keeps_the_options_of_the_run(run, monkeypatch):
     (run / "kept.pt").replace(run / "run/last.pt")
     with pytest.raises(CheckpointError, match="val_fraction must be 0.2, as in .*last.pt, got 0.3"):
         Trainer(Config(**complete(given | {"val_fraction": 0.3})), torch.device("cpu"), 0, 1)
+
+
+def test_resuming_without_a_checkpoint_keeps_the_options_of_the_run(run, tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    shutil.copy(run / "run/config.yaml", tmp_path / "run")
+    given = {"data_dir": str(run / "colors"), "output": str(tmp_path), "experiment": "run", "resume": "auto"}
+    config = Config(**complete(given | {"device": "cpu", "lr": 1e-3, "workers": 0}))
+    assert (config.epochs, config.model_kwargs, config.val_fraction) == (2, {"depth": 1, "patch_size": 8}, 0.2)
+    assert (config.pretrained_path, config.lr) == ("vil_tiny_pooled.tiny_in200", 1e-3)
+    Trainer(config, torch.device("cpu"), 0, 1)
+    assert f"{tmp_path}/run has no checkpoint yet, so training starts from epoch 1" in caplog.text
+    assert "initialized from vil_tiny_pooled.tiny_in200" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "message"),
+    [
+        ({"pretrained_path": "w.pt"}, {}, "starts from w.pt: to load these weights, set --pretrained-path w.pt"),
+        ({"pretrained_path": "w.pt"}, {"pretrained": True}, "set --pretrained-path w.pt"),
+        ({"pretrained_path": "w.pt"}, {"pretrained_path": None}, None),
+        ({"pretrained": True}, {}, "starts from timm's weights: to load these weights, set --pretrained,"),
+        ({"pretrained": True}, {"pretrained": True}, None),
+        ({"pretrained_path": ["w.pt"]}, {}, "'pretrained_path' in .*config.yaml must be a text"),
+        ({"model": "vil_tiny/../x"}, {}, "which is not a model"),
+        ({"train_split": "../../secret"}, {}, "must be a relative path"),
+        ({"dataset": "hfds/x"}, {}, "to read this dataset, set --dataset hfds/x"),
+        ({"teacher": "resnet18"}, {}, "to use this teacher, set --teacher resnet18"),
+        ({"output": "/", "experiment": "x", "resume": "x.pt", "log_wandb": True}, {}, None),
+    ],
+)
+def test_options_of_a_run_without_a_checkpoint_are_checked_like_a_checkpoints(photos, tmp_path, saved, given, message):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(json.dumps({"epochs": 3, **saved}))
+    given = {"data_dir": photos, "output": str(tmp_path), "experiment": "run", "resume": "auto", **given}
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        config = Config(**complete(given))
+        assert {name: getattr(config, name) for name in given} == given
+        assert (config.epochs, config.log_wandb) == (3, False)
 
 
 def test_a_resumed_run_names_the_classes_that_changed(run, tmp_path):

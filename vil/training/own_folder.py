@@ -17,7 +17,7 @@ from typing import Any
 import timm
 from timm.layers import to_2tuple
 
-from ..checkpoint import Checkpoint, options_to_resume
+from ..checkpoint import Checkpoint, options_to_restart, options_to_resume
 from ..config import ConfigError
 from ..config.values import checked, override, read_yaml
 from ..data.held_out import SHARE
@@ -127,13 +127,20 @@ def _layout(given: Mapping[str, Any]) -> Layout:
 
 
 def _options_of_run(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the options in the newest readable checkpoint of the run folder, or None if there is none."""
+    """Return the options in the newest readable checkpoint of the run folder, or in config.yaml without a checkpoint.
+
+    If the run folder has neither a checkpoint nor config.yaml, the result is None.
+    """
     folder = Path(given.get("output", "output")) / given["experiment"]
     for path in (folder / "last.pt", folder / "previous.pt"):
         with suppress(BrokenCheckpointError):
             if path.is_file():
                 return options_to_resume(str(path), dict(given))
-    return None
+    config = folder / "config.yaml"
+    if not config.is_file():
+        return None
+    warn_on_rank0(__name__, "using the options in %s", config)
+    return options_to_restart(str(config), dict(given))
 
 
 def _check_output(layout: Layout, given: Mapping[str, Any]) -> None:
