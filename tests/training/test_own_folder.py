@@ -15,6 +15,7 @@ from vil.checkpoint import Checkpoint
 from vil.cli import validate
 from vil.cli.main import run as run_vil
 from vil.config import Config, ConfigError, load_config
+from vil.data.sources.splits import open_splits
 from vil.errors import CheckpointError
 from vil.training import own_folder
 from vil.training.own_folder import BLOCKS, IMG_SIZE, choose_recipe, complete_options
@@ -143,6 +144,22 @@ def test_images_are_held_out_for_validation_on_request_although_there_is_a_valid
 def test_the_test_split_is_named_if_it_is_not_used(tmp_path, caplog):
     complete({"data_dir": write(tmp_path, "train/cat", "train/dog", "test/cat"), "device": "cpu"})
     assert "the split 'test' is not used (set --val-split test to validate on it)" in caplog.text
+
+
+def test_a_class_named_like_a_split_is_used(tmp_path, caplog):
+    complete({"data_dir": write(tmp_path, "test", "plane", "car"), "device": "cpu"})
+    assert "30 images of 3 classes" in caplog.text
+    assert "not used" not in caplog.text
+
+
+def test_splits_with_other_names_are_chosen_or_joined_by_options(tmp_path):
+    folder = write(tmp_path, "choose/cat", "choose/dog", "test/cat", "test/dog")
+    with pytest.raises(ConfigError, match="set --train-split choose --val-split test"):
+        complete({"data_dir": folder, "device": "cpu"})
+    chosen = complete({"data_dir": folder, "device": "cpu", "train_split": "choose", "val_split": "test"})
+    assert [len({*part.reader.targets}) for part in open_splits(Config(**chosen))[:2]] == [2, 2]
+    chosen = complete({"data_dir": folder, "device": "cpu", "train_split": ".", "val_fraction": 0.2})
+    assert open_splits(Config(**chosen))[2] == 4
 
 
 @pytest.mark.parametrize("given", [{}, {"synthetic": 9}, {"dataset": "hfds/x", "data_dir": "."}])

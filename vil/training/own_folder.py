@@ -118,7 +118,7 @@ def _layout(given: Mapping[str, Any]) -> Layout:
     """Return the layout of the data folder. If the training split is given, the folder is not searched for splits."""
     if "train_split" not in given:
         try:
-            return find_layout(given["data_dir"])
+            return find_layout(given["data_dir"], reject_splits=True)
         except OSError as error:
             raise ConfigError(f"cannot read the folder {given['data_dir']}: {error}") from error
     train = open_split(given["data_dir"], "", given["train_split"])
@@ -166,7 +166,7 @@ def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
     else:
         chosen["val_fraction"] = SHARE
         line += f"; no validation split, so {SHARE:.0%} of each class are held out for validation (set --val-fraction)"
-        if split_in(Path(layout.data_dir), "test"):
+        if layout.train_split != WHOLE and split_in(Path(layout.data_dir), "test"):
             line += "; the split 'test' is not used (set --val-split test to validate on it)"
     warn_on_rank0(__name__, "%s", line)
     return chosen
