@@ -141,9 +141,25 @@ def test_images_are_held_out_for_validation_on_request_although_there_is_a_valid
     assert "validation on" not in caplog.text
 
 
-def test_the_test_split_is_named_if_it_is_not_used(tmp_path, caplog):
-    complete({"data_dir": write(tmp_path, "train/cat", "train/dog", "test/cat"), "device": "cpu"})
-    assert "the split 'test' is not used (set --val-split test to validate on it)" in caplog.text
+def test_folders_beside_the_training_split_are_named_if_they_are_not_used(tmp_path, caplog, monkeypatch):
+    folder = write(tmp_path, "training/cat", "training/dog", "holdout/cat", "Test/cat", "output/run", ".cache/cat")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes.tar").touch()
+    monkeypatch.chdir(folder)
+    complete({"data_dir": folder, "device": "cpu"})
+    assert f"{folder}/training: 20 images of 2 classes" in caplog.text
+    assert "; not used: 'Test', 'holdout' (to validate on 'Test', set --val-split Test)\n" in caplog.text
+    caplog.clear()
+    complete({"data_dir": folder, "device": "cpu", "val_split": "holdout"})
+    assert f"validation on {folder}/holdout" in caplog.text
+    assert "not used" not in caplog.text
+
+
+def test_a_tar_file_of_test_images_is_named_if_it_is_not_used(tmp_path, caplog):
+    write(tmp_path, "train/cat", "train/dog")
+    (tmp_path / "test.tar").touch()
+    complete({"data_dir": str(tmp_path), "device": "cpu"})
+    assert "not used: 'test' (to validate on 'test', set --val-split test)" in caplog.text
 
 
 def test_a_class_named_like_a_split_is_used(tmp_path, caplog):

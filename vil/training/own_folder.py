@@ -18,11 +18,12 @@ import timm
 from timm.layers import to_2tuple
 
 from ..checkpoint import Checkpoint, options_to_restart, options_to_resume
+from ..classes import quoted
 from ..config import ConfigError
 from ..config.values import checked, override, read_yaml
 from ..data.held_out import SHARE
 from ..data.sources.class_folders import ClassReader
-from ..data.sources.layout import Layout, find_layout
+from ..data.sources.layout import Layout, find_layout, unused_splits
 from ..data.sources.split_paths import WHOLE, split_in
 from ..data.sources.splits import count_images, open_split
 from ..devices import known_device
@@ -156,18 +157,21 @@ def _check_output(layout: Layout, given: Mapping[str, Any]) -> None:
 def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the splits, and log which images are used for training and for validation."""
     chosen: dict[str, Any] = {"train_split": layout.train_split}
-    folder = layout.data_dir if layout.train_split == WHOLE else str(Path(layout.data_dir) / layout.train_split)
-    line = f"{folder}: {counted(layout.num_images, 'image')} of {counted(len(layout.class_sizes), 'class', 'classes')}"
+    root = Path(layout.data_dir)
+    train = None if layout.train_split == WHOLE else split_in(root, layout.train_split)
+    classes = counted(len(layout.class_sizes), "class", "classes")
+    line = f"{train or root}: {counted(layout.num_images, 'image')} of {classes}"
     if share := given.get("val_fraction"):
         line += f"; {share:.0%} of each class are held out for validation (set --val-fraction)"
     elif layout.val_split or "val_split" in given:
         split = str(given.get("val_split") or layout.val_split)
-        line += f"; validation on {split_in(Path(layout.data_dir), split) or repr(split)} (set --val-split)"
+        line += f"; validation on {split_in(root, split) or repr(split)} (set --val-split)"
     else:
         chosen["val_fraction"] = SHARE
         line += f"; no validation split, so {SHARE:.0%} of each class are held out for validation (set --val-fraction)"
-        if layout.train_split != WHOLE and split_in(Path(layout.data_dir), "test"):
-            line += "; the split 'test' is not used (set --val-split test to validate on it)"
+        if train and (unused := unused_splits(root, train, Path(given.get("output", "output")))):
+            flags = shlex.join(["--val-split", unused[0]])
+            line += f"; not used: {quoted(unused)} (to validate on {unused[0]!r}, set {flags})"
     warn_on_rank0(__name__, "%s", line)
     return chosen
 

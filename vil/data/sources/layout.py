@@ -17,7 +17,7 @@ from ...config import ConfigError
 from ...errors import reject_url
 from ..held_out import SHARE, count_held_out
 from .class_folders import class_paths, endings, shards_hint
-from .image_files import folders_in, list_images
+from .image_files import folders_in, has_images, is_hidden, list_images
 from .split_paths import SPLIT_NAMES, WHOLE, missing_folder, split_in
 
 NAMES = {"test", "testing", *SPLIT_NAMES["train"], *SPLIT_NAMES["validation"]}
@@ -87,6 +87,24 @@ def find_layout(folder: str, reject_splits: bool = False) -> Layout:
     if reject_splits:
         _reject_splits(root, Counter(folders))
     return Layout(folder, WHOLE, None, _class_sizes(folders, folder))
+
+
+def unused_splits(root: Path, train: Path, output: Path) -> list[str]:
+    """Return names of folders and tar files that could be validation splits, those called like a split first.
+
+    Args:
+        root: Folder that contains the splits.
+        train: Training split, which is left out.
+        output: Folder of runs, which is left out.
+    """
+    names = []
+    for path in root.iterdir():
+        name = path.name.removesuffix(".tar")
+        is_other = name != train.name.removesuffix(".tar") and not is_hidden(name)
+        is_split_file = path.suffix == ".tar" and name.casefold() in NAMES
+        if is_other and not output.resolve().is_relative_to(path.resolve()) and (is_split_file or has_images(path)):
+            names.append(name)
+    return sorted(names, key=lambda name: (name.casefold() not in NAMES, name))
 
 
 def _class_sizes(folders: Sequence[str], where: str) -> tuple[int, ...]:
