@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 
+from .config.values import checked, read_yaml
 from .distributed import is_rank0
 from .errors import CheckpointError, ConfigError
 from .fault_tolerance.files import write_atomically
 from .fault_tolerance.machine_errors import cause_of, find_machine_error, remedy_for
-from .security.checkpoint_options import check_preprocessing, confirm_dataset, confirm_teacher, options_of_checkpoint
+from .security.checkpoint_options import (
+    check_preprocessing,
+    confirm_dataset,
+    confirm_teacher,
+    confirm_weights,
+    options_of_checkpoint,
+)
 from .security.errors import TorchFileError
 from .security.expansion import check_expansion
 from .state_dicts import StateDictError, check_weights, find_state_dict, has_ema, without_wrappers
@@ -74,9 +81,39 @@ def options_to_resume(path: str, given: dict[str, Any]) -> dict[str, Any]:
         ConfigError: An option is not allowed in a checkpoint, or must be confirmed on the command line.
         CheckpointError: The file is missing or cannot be read.
     """
-    options = Checkpoint(path, whole=False).options
+    return _confirmed(Checkpoint(path, whole=False).options, given, path)
+
+
+def options_to_restart(path: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options in config.yaml of a run without a checkpoint, for a run that starts again from epoch 1.
+
+    The options are checked like a checkpoint's options, and include the initial weights.
+
+    Args:
+        path: config.yaml of the run folder.
+        given: Options from the command line.
+
+    Raises:
+        ConfigError: The file cannot be read, or an option is not allowed in a checkpoint or must be confirmed on the
+            command line.
+    """
+    values = read_yaml(path)
+    weights = checked({name: values[name] for name in ("pretrained", "pretrained_path") if name in values}, path)
+    confirm_weights(weights, given, path)
+    return _confirmed(options_of_checkpoint(values, path), given, path) | weights
+
+
+def _confirmed(options: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the options of a run for resuming, after checking which options must be confirmed on the command line.
+
+    The number of classes is left out if the run's images are in class folders. When the run resumes, the names of the
+    class folders are compared with the checkpoint, and an error names the classes that differ.
+    """
     confirm_dataset(options, given, path)
     confirm_teacher(options, given, path)
+    source = {**options, **given}
+    if not source.get("dataset") and not source.get("synthetic"):
+        options.pop("num_classes", None)
     return options
 
 

@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from vil.checkpoint import Checkpoint
 from vil.cli import validate
 from vil.cli.main import run as run_vil
 from vil.config import Config, ConfigError, load_config
+from vil.data.sources.splits import open_splits
 from vil.errors import CheckpointError
 from vil.training import own_folder
 from vil.training.own_folder import BLOCKS, IMG_SIZE, choose_recipe, complete_options
@@ -139,9 +141,41 @@ def test_images_are_held_out_for_validation_on_request_although_there_is_a_valid
     assert "validation on" not in caplog.text
 
 
-def test_the_test_split_is_named_if_it_is_not_used(tmp_path, caplog):
-    complete({"data_dir": write(tmp_path, "train/cat", "train/dog", "test/cat"), "device": "cpu"})
-    assert "the split 'test' is not used (set --val-split test to validate on it)" in caplog.text
+def test_folders_beside_the_training_split_are_named_if_they_are_not_used(tmp_path, caplog, monkeypatch):
+    folder = write(tmp_path, "training/cat", "training/dog", "holdout/cat", "Test/cat", "output/run", ".cache/cat")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes.tar").touch()
+    monkeypatch.chdir(folder)
+    complete({"data_dir": folder, "device": "cpu"})
+    assert f"{folder}/training: 20 images of 2 classes" in caplog.text
+    assert "; not used: 'Test', 'holdout' (to validate on 'Test', set --val-split Test)\n" in caplog.text
+    caplog.clear()
+    complete({"data_dir": folder, "device": "cpu", "val_split": "holdout"})
+    assert f"validation on {folder}/holdout" in caplog.text
+    assert "not used" not in caplog.text
+
+
+def test_a_tar_file_of_test_images_is_named_if_it_is_not_used(tmp_path, caplog):
+    write(tmp_path, "train/cat", "train/dog")
+    (tmp_path / "test.tar").touch()
+    complete({"data_dir": str(tmp_path), "device": "cpu"})
+    assert "not used: 'test' (to validate on 'test', set --val-split test)" in caplog.text
+
+
+def test_a_class_named_like_a_split_is_used(tmp_path, caplog):
+    complete({"data_dir": write(tmp_path, "test", "plane", "car"), "device": "cpu"})
+    assert "30 images of 3 classes" in caplog.text
+    assert "not used" not in caplog.text
+
+
+def test_splits_with_other_names_are_chosen_or_joined_by_options(tmp_path):
+    folder = write(tmp_path, "choose/cat", "choose/dog", "test/cat", "test/dog")
+    with pytest.raises(ConfigError, match="set --train-split choose --val-split test"):
+        complete({"data_dir": folder, "device": "cpu"})
+    chosen = complete({"data_dir": folder, "device": "cpu", "train_split": "choose", "val_split": "test"})
+    assert [len({*part.reader.targets}) for part in open_splits(Config(**chosen))[:2]] == [2, 2]
+    chosen = complete({"data_dir": folder, "device": "cpu", "train_split": ".", "val_fraction": 0.2})
+    assert open_splits(Config(**chosen))[2] == 4
 
 
 @pytest.mark.parametrize("given", [{}, {"synthetic": 9}, {"dataset": "hfds/x", "data_dir": "."}])
@@ -272,6 +306,54 @@ def test_resuming_keeps_the_options_of_the_run(run, monkeypatch):
     (run / "kept.pt").replace(run / "run/last.pt")
     with pytest.raises(CheckpointError, match="val_fraction must be 0.2, as in .*last.pt, got 0.3"):
         Trainer(Config(**complete(given | {"val_fraction": 0.3})), torch.device("cpu"), 0, 1)
+
+
+def test_resuming_without_a_checkpoint_keeps_the_options_of_the_run(run, tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    shutil.copy(run / "run/config.yaml", tmp_path / "run")
+    given = {"data_dir": str(run / "colors"), "output": str(tmp_path), "experiment": "run", "resume": "auto"}
+    config = Config(**complete(given | {"device": "cpu", "lr": 1e-3, "workers": 0}))
+    assert (config.epochs, config.model_kwargs, config.val_fraction) == (2, {"depth": 1, "patch_size": 8}, 0.2)
+    assert (config.pretrained_path, config.lr) == ("vil_tiny_pooled.tiny_in200", 1e-3)
+    Trainer(config, torch.device("cpu"), 0, 1)
+    assert f"{tmp_path}/run has no checkpoint yet, so training starts from epoch 1" in caplog.text
+    assert "initialized from vil_tiny_pooled.tiny_in200" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "message"),
+    [
+        ({"pretrained_path": "w.pt"}, {}, "starts from w.pt: to load these weights, set --pretrained-path w.pt"),
+        ({"pretrained_path": "w.pt"}, {"pretrained": True}, "set --pretrained-path w.pt"),
+        ({"pretrained_path": "w.pt"}, {"pretrained_path": None}, None),
+        ({"pretrained": True}, {}, "starts from timm's weights: to load these weights, set --pretrained,"),
+        ({"pretrained": True}, {"pretrained": True}, None),
+        ({"pretrained_path": ["w.pt"]}, {}, "'pretrained_path' in .*config.yaml must be a text"),
+        ({"model": "vil_tiny/../x"}, {}, "which is not a model"),
+        ({"train_split": "../../secret"}, {}, "must be a relative path"),
+        ({"dataset": "hfds/x"}, {}, "to read this dataset, set --dataset hfds/x"),
+        ({"teacher": "resnet18"}, {}, "to use this teacher, set --teacher resnet18"),
+        ({"output": "/", "experiment": "x", "resume": "x.pt", "log_wandb": True}, {}, None),
+    ],
+)
+def test_options_of_a_run_without_a_checkpoint_are_checked_like_a_checkpoints(photos, tmp_path, saved, given, message):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(json.dumps({"epochs": 3, **saved}))
+    given = {"data_dir": photos, "output": str(tmp_path), "experiment": "run", "resume": "auto", **given}
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        config = Config(**complete(given))
+        assert {name: getattr(config, name) for name in given} == given
+        assert (config.epochs, config.log_wandb) == (3, False)
+
+
+def test_a_resumed_run_names_the_classes_that_changed(run, tmp_path):
+    shutil.copytree(run / "colors", tmp_path / "colors")
+    (tmp_path / "colors/blue").rename(tmp_path / "colors/black")
+    shutil.copytree(tmp_path / "colors/red", tmp_path / "colors/ruby")
+    given = {"data_dir": str(tmp_path / "colors"), "device": "cpu", "output": str(run), "experiment": "run"}
+    config = Config(**complete(given | {"resume": "auto"}))
+    with pytest.raises(CheckpointError, match="missing: 'blue'; new: 'black', 'ruby'"):
+        Trainer(config, torch.device("cpu"), 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def open_evaluation_split(
     imagenet = imagenet_ids()
     is_imagenet = num_classes == IMAGENET_CLASSES and {*(label_names or imagenet)} == {*imagenet}
     if not label_names and (not is_imagenet or not {*names} <= {*imagenet}):
-        check_count(images, num_classes, split, data_dir)
+        remedy = "the split must have the classes on which the model was trained"
+        check_count(images, num_classes, split, data_dir, remedy)
     images, present = follow_classes(images, label_names or imagenet, owner, data_dir, dataset, split)
     lacks_classes = len(present) < num_classes
     return EvaluationSplit(images, classes=present if is_imagenet and lacks_classes else None)

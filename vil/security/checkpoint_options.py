@@ -13,6 +13,7 @@ from ..config.options import DATASETS, FIELDS, MOST_PIXELS, choices_of_options
 from ..config.values import convert
 from ..errors import CheckpointError, ConfigError
 from ..models import vision_longhorn as _registered  # noqa: F401  registers the models with timm
+from ..models.shipped import file_of
 from ..text import nearest, shown
 
 # options that an untrusted checkpoint must not set, because they select paths, downloads, the device or loggers
@@ -167,6 +168,19 @@ def confirm_teacher(saved: dict[str, Any], given: dict[str, Any], path: str | Pa
         raise ConfigError(
             f"the checkpoint {path} was trained with the teacher {teacher!r}: to use this teacher, set {confirmation}"
         )
+
+
+def confirm_weights(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
+    """Raise a ConfigError if a config.yaml names initial weights outside of the package that the user has not set."""
+    weights = {**saved, **given}.get("pretrained_path")
+    name = "pretrained_path" if weights else "pretrained"
+    if name in given or not saved.get(name) or file_of(weights or ""):
+        return
+    source, flag = (weights, f"--pretrained-path {weights}") if weights else ("timm's weights", "--pretrained")
+    raise ConfigError(
+        f"the run with the options in {path} starts from {source}: to load these weights, set {flag}, or start another "
+        "run with --experiment NAME"
+    )
 
 
 def check_preprocessing(values: dict[str, Any], path: str | Path, channels: int = 3) -> None:

@@ -87,6 +87,8 @@ class Checkpointer:
                 raise ConfigError(f"{path} exists but is not a regular file; move or remove it")
         found = find_resumed(self.run.phase.config.resume, self.run.folder)
         if found is None:
+            if self.run.phase.config.resume == "auto":
+                _logger.warning("%s has no checkpoint yet, so training starts from epoch 1", self.run.folder)
             return None
         path, saved = found
         check_same_run(saved, self.run, path)

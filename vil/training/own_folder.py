@@ -17,12 +17,13 @@ from typing import Any
 import timm
 from timm.layers import to_2tuple
 
-from ..checkpoint import Checkpoint, options_to_resume
+from ..checkpoint import Checkpoint, options_to_restart, options_to_resume
+from ..classes import quoted
 from ..config import ConfigError
 from ..config.values import checked, override, read_yaml
 from ..data.held_out import SHARE
 from ..data.sources.class_folders import ClassReader
-from ..data.sources.layout import Layout, find_layout
+from ..data.sources.layout import Layout, find_layout, unused_splits
 from ..data.sources.split_paths import WHOLE, split_in
 from ..data.sources.splits import count_images, open_split
 from ..devices import known_device
@@ -120,7 +121,7 @@ def _layout(given: Mapping[str, Any]) -> Layout:
     """Return the layout of the data folder. If the training split is given, the folder is not searched for splits."""
     if "train_split" not in given:
         try:
-            return find_layout(given["data_dir"])
+            return find_layout(given["data_dir"], reject_splits=True)
         except OSError as error:
             raise ConfigError(f"cannot read the folder {given['data_dir']}: {error}") from error
     train = open_split(given["data_dir"], "", given["train_split"])
@@ -129,13 +130,20 @@ def _layout(given: Mapping[str, Any]) -> Layout:
 
 
 def _options_of_run(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the options in the newest readable checkpoint of the run folder, or None if there is none."""
+    """Return the options in the newest readable checkpoint of the run folder, or in config.yaml without a checkpoint.
+
+    If the run folder has neither a checkpoint nor config.yaml, the result is None.
+    """
     folder = Path(given.get("output", "output")) / given["experiment"]
     for path in (folder / "last.pt", folder / "previous.pt"):
         with suppress(BrokenCheckpointError):
             if path.is_file():
                 return options_to_resume(str(path), dict(given))
-    return None
+    config = folder / "config.yaml"
+    if not config.is_file():
+        return None
+    warn_on_rank0(__name__, "using the options in %s", config)
+    return options_to_restart(str(config), dict(given))
 
 
 def _check_output(layout: Layout, given: Mapping[str, Any]) -> None:
@@ -151,18 +159,21 @@ def _check_output(layout: Layout, given: Mapping[str, Any]) -> None:
 def _choose_splits(layout: Layout, given: Mapping[str, Any]) -> dict[str, Any]:
     """Choose the training split and, if there is no validation split, a held-out fraction. Log the chosen images."""
     chosen: dict[str, Any] = {"train_split": layout.train_split}
-    folder = layout.data_dir if layout.train_split == WHOLE else str(Path(layout.data_dir) / layout.train_split)
-    line = f"{folder}: {counted(layout.num_images, 'image')} of {counted(len(layout.class_sizes), 'class', 'classes')}"
+    root = Path(layout.data_dir)
+    train = None if layout.train_split == WHOLE else split_in(root, layout.train_split)
+    classes = counted(len(layout.class_sizes), "class", "classes")
+    line = f"{train or root}: {counted(layout.num_images, 'image')} of {classes}"
     if share := given.get("val_fraction"):
         line += f"; {share:.0%} of each class are held out for validation (set --val-fraction)"
     elif layout.val_split or "val_split" in given:
         split = str(given.get("val_split") or layout.val_split)
-        line += f"; validation on {split_in(Path(layout.data_dir), split) or repr(split)} (set --val-split)"
+        line += f"; validation on {split_in(root, split) or repr(split)} (set --val-split)"
     else:
         chosen["val_fraction"] = SHARE
         line += f"; no validation split, so {SHARE:.0%} of each class are held out for validation (set --val-fraction)"
-        if split_in(Path(layout.data_dir), "test"):
-            line += "; the split 'test' is not used (set --val-split test to validate on it)"
+        if train and (unused := unused_splits(root, train, Path(given.get("output", "output")))):
+            flags = shlex.join(["--val-split", unused[0]])
+            line += f"; not used: {quoted(unused)} (to validate on {unused[0]!r}, set {flags})"
     warn_on_rank0(__name__, "%s", line)
     return chosen
 

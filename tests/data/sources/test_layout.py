@@ -93,6 +93,44 @@ def test_folders_without_known_classes_are_rejected(tmp_path, folders, message):
         find_layout(str(tmp_path / "notes.txt"))
 
 
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        (
+            "choose/cat choose/dog test/cat test/dog",
+            "the splits 'choose', 'test': set --train-split choose --val-split test. .* --train-split . --val-fraction",
+        ),
+        ("choose/cat choose/dog test/cat", "set --train-split choose --val-split test"),
+        ("photos/cat photos/dog test/cat test/dog Valid/cat", "set --train-split photos --val-split Valid"),
+        ("a/cat a/dog b/cat b/dog test/cat", "the splits 'a', 'b', 'test': set --train-split [ab] --val-split test"),
+        ("holdout/cat holdout/dog photos/cat photos/dog photos", "--train-split photos --val-split holdout"),
+        ("a/b/my/x/cat a/b/my/x/dog a/b/test/x/cat a/b/test/x/dog", "pass the folder .*/a/b and set --train-split my"),
+        ("cat dog test/cat test/dog", "the split 'test': move the training images into .*/train"),
+        ("data/val/cat data/val/dog data/test/cat", "the splits 'test', 'val': move the training images into .*/train"),
+    ],
+)
+def test_splits_that_would_be_read_as_classes_are_rejected(tmp_path, folders, message):
+    folder = write(tmp_path, *folders.split(), count=1)
+    if folders.endswith(" photos"):
+        write(tmp_path, "photos", count=9)
+    with pytest.raises(ConfigError, match=message):
+        find_layout(folder, reject_splits=True)
+    assert find_layout(folder).train_split == "."
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        "cat", "animals/cat animals/dog", "test plane car", "data/test/cat data/test/dog",
+        "abbey bazaar/indoor bazaar/outdoor church/indoor church/outdoor", "cat/photos dog/photos",
+        "cats/old cats/young dogs/old dogs/young dogs/puppy", "photos photos/cat photos/dog",
+    ],
+)  # fmt: skip
+def test_nested_class_folders_are_not_mistaken_for_splits(tmp_path, folders):
+    folder = write(tmp_path, *folders.split(), count=1)
+    assert find_layout(folder, reject_splits=True) == find_layout(folder)
+
+
 def test_tar_files_that_are_no_splits_are_suggested_as_shards(tmp_path):
     hint = "if the .tar files are WebDataset shards, set --dataset wds/NAME and --num-classes"
     (tmp_path / "train").mkdir()

@@ -98,8 +98,8 @@ def test_a_folder_is_split_by_the_command_that_the_error_names(tmp_path, monkeyp
     names = sorted(path.name for path in (tmp_path / "a pet_split").glob("*/cat/*"))
     assert names == sorted(f"{i}.{suffix}" for i, suffix in enumerate(files["cat"].split()))
     found = [describe_split(split, open_split("../a pet_split", "", split)) for split in ("train", "validation")]
-    assert found[0] == "train: 8 images of 2 classes, from 1 of 'dog' to 7 of 'cat'"
-    assert found[1] == "validation: 3 images of 2 classes, from 1 of 'dog' to 2 of 'cat'"
+    assert found[0] == "train: 8 images of 2 classes, 1 ('dog') to 7 ('cat') images per class"
+    assert found[1] == "validation: 3 images of 2 classes, 1 ('dog') to 2 ('cat') images per class"
     (tmp_path / "a pet/train").mkdir()
     for name in files:
         (tmp_path / "a pet" / name).rename(tmp_path / "a pet/train" / name)
@@ -298,9 +298,8 @@ def test_splits_must_have_the_same_classes(image_folder, tmp_path):
     (tmp_path / "images" / "val" / "bee").rename(tmp_path / "images" / "val" / "wasp")
     with pytest.raises(ConfigError, match=r"'validation' of .* has classes that training does not have: 'wasp'"):
         open_splits(config)
-    with pytest.raises(
-        ConfigError, match=r"the split 'train' of .* has 4 classes, but the model has 1000 \(num_classes\)"
-    ):
+    message = r"the split 'train' of .* has 4 classes, but the model has 1000 \(num_classes\): set --num-classes 4"
+    with pytest.raises(ConfigError, match=message):
         open_splits(small_config(image_folder, num_classes=1000))
     with pytest.raises(ConfigError, match="^the folder .*/train has 4 classes, but the model has 1000"):
         open_split(str(image_folder / "train"), "", ".", 1000)

@@ -151,9 +151,14 @@ class ClassReader(Reader):
         """Return a line with the number of images and classes, and with the files that are not read."""
         names = {index: name for name, index in self.class_to_idx.items()}
         counts = Counter(self.targets).most_common()
-        most, fewest = (f"{count} of {names[index]!r}" for index, count in (counts[0], counts[-1]))
-        classes = f"from {fewest} to {most}" if len(counts) > 1 else repr(names[counts[0][0]])
-        images = f"{counted(len(self.targets), 'image')} of {counted(len(counts), 'class', 'classes')}, {classes}"
+        (largest, most), (smallest, fewest) = counts[0], counts[-1]
+        if len(counts) == 1:
+            sizes = repr(names[largest])
+        elif fewest == most:
+            sizes = f"{counted(most, 'image')} per class"
+        else:
+            sizes = f"{fewest} ({names[smallest]!r}) to {most} ({names[largest]!r}) images per class"
+        images = f"{counted(len(self.targets), 'image')} of {counted(len(counts), 'class', 'classes')}, {sizes}"
         return "; ".join([images, *self.folders.notes()]) + endings(self.left_out)
 
 

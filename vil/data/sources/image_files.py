@@ -128,6 +128,12 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
+def has_images(folder: Path) -> bool:
+    """Return whether a folder contains an image that is not hidden, at any depth."""
+    images = (path for path in folder.rglob("*") if path.suffix.lower() in get_img_extensions())
+    return not all(any(map(is_hidden, path.relative_to(folder).parts)) for path in images)
+
+
 def _is_in(path: str, folder: str) -> bool:
     return Path(path).is_relative_to(folder)
 

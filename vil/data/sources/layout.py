@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import posixpath
+import shlex
 import tarfile
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from timm.data import get_img_extensions
@@ -14,9 +15,9 @@ from timm.data import get_img_extensions
 from ...classes import quoted
 from ...config import ConfigError
 from ...errors import reject_url
-from ..held_out import count_held_out
+from ..held_out import SHARE, count_held_out
 from .class_folders import class_paths, endings, shards_hint
-from .image_files import folders_in, list_images
+from .image_files import folders_in, has_images, is_hidden, list_images
 from .split_paths import SPLIT_NAMES, WHOLE, missing_folder, split_in
 
 NAMES = {"test", "testing", *SPLIT_NAMES["train"], *SPLIT_NAMES["validation"]}
@@ -47,8 +48,13 @@ class Layout(NamedTuple):
         return sum(count_held_out(size, share) for size in self.class_sizes)
 
 
-def find_layout(folder: str) -> Layout:
+def find_layout(folder: str, reject_splits: bool = False) -> Layout:
     """Find the splits or class folders in a folder, at any depth.
+
+    Args:
+        folder: Data folder.
+        reject_splits: Whether to raise an error if class folders are in folders that look like splits, because the
+            same class in two of these folders would become two classes.
 
     Raises:
         ConfigError: The folder does not exist, has no images, more than one data set or an unreadable tar file, or its
@@ -68,7 +74,7 @@ def find_layout(folder: str) -> Layout:
         raise ConfigError(f"{folder} has no images{endings(left_out)}: {_expected(root)}{shards_hint(left_out)}")
     folders = folders_in(folder, files)
     classes = {*folders} - {""}
-    parents = _folders_with_training_split(classes)
+    parents = _folders_with_split(classes, SPLIT_NAMES["train"])
     if len(parents) > 1:
         names = quoted([parent or "." for parent in parents])
         raise ConfigError(f"{folder} has {len(parents)} data sets, in {names}: pass a folder with only one of them")
@@ -78,7 +84,27 @@ def find_layout(folder: str) -> Layout:
         assert train is not None  # `parents` has only folders with a training split
         return _layout_of_splits(root, train)
     _check_classes(root, classes, files)
+    if reject_splits:
+        _reject_splits(root, Counter(folders))
     return Layout(folder, WHOLE, None, _class_sizes(folders, folder))
+
+
+def unused_splits(root: Path, train: Path, output: Path) -> list[str]:
+    """Return names of folders and tar files that could be validation splits, those called like a split first.
+
+    Args:
+        root: Folder that contains the splits.
+        train: Training split, which is left out.
+        output: Folder of runs, which is left out.
+    """
+    names = []
+    for path in root.iterdir():
+        name = path.name.removesuffix(".tar")
+        is_other = name != train.name.removesuffix(".tar") and not is_hidden(name)
+        is_split_file = path.suffix == ".tar" and name.casefold() in NAMES
+        if is_other and not output.resolve().is_relative_to(path.resolve()) and (is_split_file or has_images(path)):
+            names.append(name)
+    return sorted(names, key=lambda name: (name.casefold() not in NAMES, name))
 
 
 def _class_sizes(folders: Sequence[str], where: str) -> tuple[int, ...]:
@@ -104,13 +130,13 @@ def _layout_of_splits(root: Path, train: Path) -> Layout:
     return Layout(str(root), "train", validation, _class_sizes(folders, str(train)))
 
 
-def _folders_with_training_split(classes: Iterable[str]) -> list[str]:
-    """Return the folders that contain a training split with class folders, sorted."""
+def _folders_with_split(classes: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return the folders that contain a split with class folders, sorted. `names` are the accepted split names."""
     found = set()
     for path in classes:
         *parents, _ = path.split("/")
         for depth, name in enumerate(parents):
-            if name.casefold() in SPLIT_NAMES["train"]:
+            if name.casefold() in names:
                 found.add("/".join(parents[:depth]))
                 break
     return sorted(found)
@@ -134,6 +160,52 @@ def _check_classes(root: Path, classes: set[str], files: list[str]) -> None:
         if train := [name for name in found if name.casefold() in SPLIT_NAMES["train"]]:
             raise _unknown_classes(root / train[0], [file for file in files if Path(file).parent == root / train[0]])
         raise ConfigError(f"{root} has {quoted(found)}, but no folder 'train' for the training images: add one")
+
+
+def _reject_splits(root: Path, sizes: Mapping[str, int]) -> None:
+    """Raise a ConfigError if class folders are in splits of which none is called "train".
+
+    Sibling folders are splits if all of them contain the same classes, or if one of them is called like a split.
+
+    Args:
+        root: Data folder.
+        sizes: Number of images by class folder.
+    """
+    parents = _folders_with_split(sizes, NAMES)
+    parent = parents[0] if parents else posixpath.commonpath([path for path in sizes if path])
+    images: Counter[str] = Counter()
+    classes: dict[str, set[str]] = defaultdict(set)
+    for path, size in sizes.items():
+        if PurePosixPath(path).is_relative_to(parent) and path not in ("", parent):
+            folder, *inside = PurePosixPath(path).relative_to(parent).parts
+            images[folder] += size
+            classes[folder] |= {"/".join(inside)} - {""}
+    named = [folder for folder in classes if folder.casefold() in NAMES and classes[folder]]
+    first, *others = classes.values() or [set()]
+    have_same_classes = len(first) > 1 and all(found == first for found in others)
+    if len(classes) < 2 or not (named or have_same_classes):
+        return
+
+    owners = Counter(name for found in classes.values() for name in found)
+    splits = [folder for folder, found in classes.items() if folder in named or any(owners[name] > 1 for name in found)]
+    splits.sort(
+        key=lambda folder: (
+            folder.casefold() in NAMES,
+            folder.casefold() not in SPLIT_NAMES["validation"],
+            -images[folder],
+        )
+    )
+    where = root / parent
+    remedy = f"move the training images into {where / 'train'}"
+    if splits[0].casefold() not in NAMES:
+        validation = next((folder for folder in splits if folder in named), splits[1])
+        flags = shlex.join(["--train-split", splits[0], "--val-split", validation])
+        remedy = f"set {flags}" if where == root else f"pass the folder {where} and set {flags}"
+    names = f"the {'split' if len(splits) == 1 else 'splits'} {quoted(sorted(splits))}"
+    raise ConfigError(
+        f"{where} looks like a folder with {names}: {remedy}. If each folder of images is a class, set "
+        f"--train-split {WHOLE} --val-fraction {SHARE}"
+    )
 
 
 def _unknown_classes(folder: Path, files: list[str]) -> ConfigError:

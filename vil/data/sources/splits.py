@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from timm.data import create_dataset, get_img_extensions
+from timm.data import create_dataset
 from timm.data.dataset import ImageDataset, IterableImageDataset
 
 from ...classes import find, quoted
@@ -20,7 +20,7 @@ from ...security.tars import check_tar
 from ..held_out import held_out
 from .class_folders import ClassReader
 from .folders import FolderReader
-from .image_files import is_hidden
+from .image_files import has_images, is_hidden
 from .images import open_file, restrict_pillow
 from .readers import count_rotated
 from .split_paths import called, find_split
@@ -73,7 +73,8 @@ def open_split(
             raise ConfigError(message) from error
         where = called(split, data_dir or dataset)
         raise ConfigError(f"cannot open {where}: {type(error).__name__}: {error}") from error
-    check_count(images, num_classes, split, data_dir)
+    remedy = f"set --num-classes {len(class_names(images))}, or remove num_classes"
+    check_count(images, num_classes, split, data_dir, remedy)
     return images
 
 
@@ -93,13 +94,12 @@ def _open_local(data_dir: str | None, split: str, known: Sequence[str]) -> Image
     return _open_tar(path, known)
 
 
-def check_count(images, num_classes: int | None, split: str, data_dir: str | None) -> None:
-    """Raise a ConfigError if the number of classes of a split and of the model differ."""
+def check_count(images, num_classes: int | None, split: str, data_dir: str | None, remedy: str) -> None:
+    """Raise a ConfigError that ends with `remedy` if the number of classes of a split and of the model differ."""
     classes = len(class_names(images))
     if classes and num_classes and classes != num_classes:
         raise ConfigError(
-            f"{called(split, data_dir)} has {classes} classes, but the model has {num_classes} (num_classes): "
-            "the split must have the classes on which the model was trained"
+            f"{called(split, data_dir)} has {classes} classes, but the model has {num_classes} (num_classes): {remedy}"
         )
 
 
@@ -223,13 +223,7 @@ def _folders_in(root: Path, outer: set[PurePosixPath]) -> set[PurePosixPath]:
             for entry in (root / folder).iterdir():
                 if entry.is_dir() and not entry.is_symlink() and not is_hidden(entry.name):
                     found.add(folder / entry.name)
-    return {folder for folder in found if not _has_images(root / folder)}
-
-
-def _has_images(folder: Path) -> bool:
-    """Return whether a folder contains an image that is not hidden, at any depth."""
-    images = (path for path in folder.rglob("*") if path.suffix.lower() in get_img_extensions())
-    return not all(any(map(is_hidden, path.relative_to(folder).parts)) for path in images)
+    return {folder for folder in found if not has_images(root / folder)}
 
 
 def open_splits(config: Config):
