@@ -83,7 +83,7 @@ def _parser(prog: str | None) -> Parser:
         action=argparse.BooleanOptionalAction,
         help="rotate images by their EXIF orientation; by default as in the training of the checkpoint",
     )
-    add("--num-classes", help="number of classes of the model")
+    add("--num-classes", help="number of classes of the model; by default as in the checkpoint")
     add("--img-size", nargs="+", metavar="SIZE", help="image size, or height and width")
     add("--crop-pct", help="side of the centre crop, as a share of the resized image's shorter side")
     add("--interpolation", help="interpolation of the resize")
