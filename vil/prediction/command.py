@@ -14,7 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from ..checkpoint import Checkpoint
-from ..config import ConfigError
+from ..config import ConfigError, model_arguments
+from ..config.values import flag_of
 from ..data.sources.class_folders import endings
 from ..data.sources.image_files import list_images
 from ..devices import known_device
@@ -53,19 +54,20 @@ def predict_files(options: argparse.Namespace) -> tuple[int, int]:
 
 def _classifier(options: argparse.Namespace, device: str | None) -> Classifier:
     """Load the classifier, and log whether a checkpoint's EMA weights or raw weights are used."""
-    path = options.checkpoint
+    path, arguments = options.checkpoint, model_arguments(options)
     if options.use_ema is not None and (not path or path.endswith(".onnx")):
         raise ConfigError("--use-ema needs --checkpoint with a checkpoint of vil train")
     if not path:
-        return pretrained_classifier(options.model, device)
+        return pretrained_classifier(options.model, device, **arguments)
     if path.endswith(".onnx"):
-        if options.model:
-            raise ConfigError(f"{path} contains its model: remove --model")
+        given = [flag_of(name) for name in ("model", "model_kwargs", "img_size") if getattr(options, name)]
+        if given:
+            raise ConfigError(f"{path} contains its model: remove {', '.join(given)}")
         return classifier_of(path)
     source = Checkpoint(path)
     if note := source.note_on_weights(options.use_ema):
         _logger.warning("%s: using the %s", path, note)
-    return classifier_of(source, device, options.use_ema, options.model)
+    return classifier_of(source, device, options.use_ema, options.model, **arguments)
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
