@@ -129,6 +129,23 @@ def test_one_unexpected_tensor_is_not_reported_as_another_architecture(tmp_path)
         from_checkpoint(tmp_path / "given.pth", "vil_tiny", **KWARGS)
 
 
+@pytest.mark.parametrize(
+    ("other", "given"),
+    [(dict(depth=1), "depth=2"), (dict(depth=3, embed_dim=16, patch_size=4), "embed_dim=32, depth=2, patch_size=8")],
+)
+def test_a_checkpoint_of_another_depth_names_the_arguments_that_fit(other, given, tmp_path):
+    path = tmp_path / "given.pth"
+    torch.save(WEIGHTS, path)
+    message = f"got a ViL with embed_dim 32 and depth 2: create the model with {given}, or load .* vil.from_checkpoint"
+    with pytest.raises(RuntimeError, match=message):
+        timm.create_model("vil_tiny", **KWARGS | other, checkpoint_path=path)
+    torch.save(timm.create_model("vil_tiny", **KWARGS | dict(patch_size=(8, 4))).state_dict(), path)
+    with pytest.raises(RuntimeError, match=r"model with depth=2, patch_size=\(8, 4\), or"):
+        timm.create_model("vil_tiny", **KWARGS | dict(depth=1), checkpoint_path=path)
+    with pytest.raises(RuntimeError, match="got a ViL with embed_dim 32 and depth 2; keys: "):
+        timm.create_model("vim_tiny", **KWARGS, checkpoint_path=path)  # no arguments make a ViM of a ViL
+
+
 def test_parameter_names_that_start_with_model_are_kept(tmp_path):
     own = torch.nn.Module()
     own.model = MODEL
