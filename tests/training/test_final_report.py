@@ -6,6 +6,7 @@ import pytest
 import torch
 from processes import in_processes
 
+import vil
 from vil import distributed
 from vil.config import Config
 from vil.training import final_report
@@ -44,6 +45,14 @@ def test_a_run_ends_with_a_report_on_its_best_epoch(image_folder, tmp_path, ema)
     assert all(torch.equal(t, last[name]) for name, t in run.state.model.state_dict().items())
     closing = Reporter(tmp_path / "run", config(image_folder, tmp_path), {}, "").closing_line(history)
     assert closing.endswith(f", report: {tmp_path}/run/report.html")
+
+
+def test_the_last_line_of_a_run_loads_the_best_checkpoint(image_folder, tmp_path, no_pictures, capsys):
+    train(config(image_folder, tmp_path, epochs=1), CPU, 0, 1)
+    last = capsys.readouterr().out.splitlines()[-1]
+    path = re.fullmatch(r"load in Python: vil\.from_checkpoint\('(.*)'\)", last)[1]
+    assert path == str(tmp_path / "run" / "best.pt")
+    assert vil.from_checkpoint(path).num_classes == len(CLASSES)
 
 
 def train_in_process(rank, image_folder, output):
