@@ -140,10 +140,12 @@ def test_the_command_prints_and_writes_predictions_and_names_unreadable_images(c
         first, second = vil.predict(checkpoint, file, topk=2)
         assert said == f"{first.label} {first.probability:.1%}; {second.label} {second.probability:.1%}"
         assert [rows[file][name] for name in ("class", "class_2")] == [first.label, second.label]
+        names = [NAMES[first.number], NAMES[second.number]]
+        assert [rows[file][name] for name in ("class_name", "class_name_2")] == names
         assert float(rows[file]["probability_2"]) == pytest.approx(second.probability, rel=1e-4)
         for entry, prediction in zip(read.pop(file), (first, second), strict=True):
             expected = dict(number=prediction.number, probability=pytest.approx(prediction.probability, rel=1e-4))
-            assert entry == {"class": prediction.label, **expected}
+            assert entry == {"class": prediction.label, "class_name": NAMES[prediction.number], **expected}
     assert not read
 
 
@@ -393,6 +395,15 @@ def test_invalid_arguments_of_predict_are_reported_in_one_line(words, error, che
     with pytest.raises(SystemExit, match=error) as caught:
         call(main, "--checkpoint", checkpoint, *words)
     assert "\n" not in str(caught.value)
+
+
+def test_the_json_has_no_class_names_if_they_equal_the_labels(checkpoint, photos, capsys, tmp_path):
+    saved = torch.load(checkpoint)
+    for names in ([*"abcdefg"], None):
+        save_checkpoint(saved | dict(label_names=names), tmp_path / "best.pt")
+        call(main, "--checkpoint", tmp_path / "best.pt", photos / "a.png", "--topk", "1", "--json", "-")
+        ((found,),) = [entry["predictions"] for entry in json.loads(capsys.readouterr().out)]
+        assert found.keys() == {"class", "probability", "number"}
 
 
 def test_json_on_stdout_replaces_the_lines(checkpoint, photos, capsys, tmp_path, monkeypatch):
