@@ -66,17 +66,8 @@ def from_checkpoint(
     of_features = {}
     if arguments.get("features_only"):  # first load all weights, also those that feature maps do not need
         of_features = {key: arguments.pop(key) for key in ("features_only", "out_indices") if key in arguments}
-    without_head = arguments.get("num_classes") == 0
-    if without_head:  # load the weights including the head, and remove the head afterwards
-        del arguments["num_classes"]
-    if "num_classes" not in arguments:
-        stored = source.options.get("num_classes") or num_classes_of(name, source.weights())
-        if stored or without_head:
-            arguments["num_classes"] = stored
-
     loaded: Any = load_model(name, source, source.prefers_ema(use_ema), **arguments).eval()
-    if without_head:
-        loaded.reset_classifier(0)
+    arguments["num_classes"] = loaded.num_classes
     loaded.pretrained_cfg = loaded.default_cfg = _pretrained_cfg(loaded, source, arguments)
     return _features_of(loaded, name, arguments | of_features) if of_features else loaded
 
@@ -122,16 +113,26 @@ def _pretrained_cfg(model: Any, source: Checkpoint, arguments: dict[str, Any]) -
 def load_model(model: str, path: str | Path | Checkpoint, use_ema: bool = False, **arguments: Any) -> nn.Module:
     """Create a model by its timm name and load all weights from a file.
 
+    Without `num_classes`, the model has as many classes as the file. With `num_classes=0`, the model has no head.
+
     Raises:
         ConfigError: The model is unknown or does not accept the arguments.
         CheckpointError: The file is missing or corrupt, or has another architecture or number of classes.
     """
     source = Checkpoint.of(path)
-    weights = _adapted(model, arguments, source.weights(use_ema), source)
+    given = source.weights(use_ema)
+    without_head = arguments.get("num_classes") == 0
+    if not arguments.get("num_classes"):  # load the weights including the head, also if the head is removed afterwards
+        stored = source.options.get("num_classes") or num_classes_of(model, given)
+        if stored or without_head:
+            arguments["num_classes"] = stored
+    weights = _adapted(model, arguments, given, source)
     with torch.device("meta"):  # check the shapes on the meta device before allocating memory
         load_weights(create_model(model, **arguments), weights, source.path)
-    loaded = create_model(model, **arguments)
+    loaded: Any = create_model(model, **arguments)
     load_weights(loaded, weights, source.path)
+    if without_head:
+        loaded.reset_classifier(0)
     return loaded
 
 

@@ -169,11 +169,18 @@ VIT_12 = [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--num-classes", "12",
             "vit", "validation", dict(input_size=(3, 16, 16), **OWN),
         ),
         (
+            [*VIT_WORDS, "--checkpoint", "{models}/vit.pth", "--model-kwargs", *VIT_ARGUMENTS],
+            "vit", "validation", OF_VIT,
+        ),
+        (
             ["--checkpoint", "{models}/own", "--data-dir", "{folders}"],
             "own", "validation", dict(input_size=(3, 16, 24), **OWN),
         ),
     ],
-    ids=["as saved", "EMA", "a folder after shards", "best", "not the average", "options", "pretrained", "exported"],
+    ids=[
+        "as saved", "EMA", "a folder after shards", "best", "not the average", "options", "pretrained", "only weights",
+        "exported",
+    ],
 )  # fmt: skip
 def test_reported_metrics_equal_those_computed_from_saved_logits(
     models, folders, command, words, model, split, options

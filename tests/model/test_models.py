@@ -302,6 +302,7 @@ SIZE_ERRORS = {
     r"got img_size=\(8, 8\).*img_size=\(16, 16\) \(--img-size 16\), or .* dynamic_img_size=True": dict(img_size=8),
     r"^img_size must be at least 1, got \(0, 0\)$": dict(img_size=0),
     r"image size must be \(48, 48\), got \(64, 48\).*img_size=\(64, 48\) .*kwargs img_size='\(64, 48\)'\)": dict(),
+    r"resolve_model_data_config\(model, dict\(input_size=\(3, 48, 48\)\)\)": dict(),
 }
 
 

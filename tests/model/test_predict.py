@@ -140,10 +140,12 @@ def test_the_command_prints_and_writes_predictions_and_names_unreadable_images(c
         first, second = vil.predict(checkpoint, file, topk=2)
         assert said == f"{first.label} {first.probability:.1%}; {second.label} {second.probability:.1%}"
         assert [rows[file][name] for name in ("class", "class_2")] == [first.label, second.label]
+        names = [NAMES[first.number], NAMES[second.number]]
+        assert [rows[file][name] for name in ("class_name", "class_name_2")] == names
         assert float(rows[file]["probability_2"]) == pytest.approx(second.probability, rel=1e-4)
         for entry, prediction in zip(read.pop(file), (first, second), strict=True):
             expected = dict(number=prediction.number, probability=pytest.approx(prediction.probability, rel=1e-4))
-            assert entry == {"class": prediction.label, **expected}
+            assert entry == {"class": prediction.label, "class_name": NAMES[prediction.number], **expected}
     assert not read
 
 
@@ -177,6 +179,25 @@ def test_the_command_predicts_with_a_named_model_pretrained_or_from_a_file_of_we
     assert capsys.readouterr().out == f"{photos / 'a.png'}: {'; '.join(classes)}\n"
     with pytest.raises(SystemExit, match="^error: timm has no pretrained weights for vil_small"):
         call(main, "--model", "vil_small", str(photos / "a.png"))
+
+
+def test_model_arguments_load_a_file_of_weights_with_other_values_than_the_models_defaults(
+    checkpoint, photos, capsys, tmp_path
+):
+    weights = tmp_path / "weights.pth"
+    torch.save(torch.load(checkpoint)["state_dict"], weights)
+    model = timm.create_model("vil_tiny", num_classes=7, img_size=32, checkpoint_path=weights, **ARGUMENTS)
+    classes = [f"{p.label} {p.probability:.1%}" for p in vil.predict(model, photos / "a.png")]
+    words = ["--model-kwargs", *(f"{name}={value}" for name, value in ARGUMENTS.items()), "--img-size", "32"]
+    call(main, photos / "a.png", "--model", "vil_tiny", "--checkpoint", weights, *words)
+    assert capsys.readouterr().out == f"{photos / 'a.png'}: {'; '.join(classes)}\n"
+
+
+def test_a_pretrained_model_predicts_at_another_image_size(photos, capsys):
+    call(main, "--img-size", "64", "96", "--topk", "1", photos / "a.png")
+    model = timm.create_model("vil_tiny_pooled", pretrained=True, img_size=(64, 96))
+    (best,) = vil.predict(model, photos / "a.png", topk=1)
+    assert capsys.readouterr().out == f"{photos / 'a.png'}: {best.label} {best.probability:.1%}\n"
 
 
 def test_batches_have_the_requested_size_minus_unreadable_images(checkpoint, photos):
@@ -339,8 +360,8 @@ def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, p
         (["--topk", "two", "{photos}"], "error: --topk must be an integer, got 'two'$"),
         (["--topkk", "2", "{photos}"], r"error: unknown option 'topkk' .*; did you mean --topk\?$"),
         (
-            ["--img-size", "64", "{photos}"],
-            "error: unknown option 'img_size' on .*; vil predict --help lists the options$",
+            ["--crop-mode", "border", "{photos}"],
+            "error: unknown option 'crop_mode' on .*; vil predict --help lists the options$",
         ),
         (["--classes", "0", "{photos}"], "error: .*classes"),
         (["{photos}", "{tmp}/best.pt"], "error: .*best.pt is a model, not an image: set --checkpoint .*best.pt$"),
@@ -350,6 +371,12 @@ def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, p
         (["--device", "toaster", "{photos}"], "error: device must be .*, got 'toaster'"),
         (["{photos}", "--checkpoint", "{tmp}/gone.onnx"], "error: .*gone.onnx does not exist"),
         (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx must be an ONNX file written by"),
+        (
+            ["{photos}", "--checkpoint", "{photos}/notes.onnx", "--model", "vil_tiny", "--img-size", "32"],
+            "error: .*notes.onnx contains its model: remove --model, --img-size$",
+        ),
+        (["{photos}", "--img-size", "0"], "error: --img-size must be at least 1, got "),
+        (["--img-size", "32", "{photos}"], "error: .* required: IMAGE.FOLDER; .* before --img-size and --model-kwargs"),
         (["{photos}", "--checkpoint", "{photos}/notes.pt2"], "error: .*notes.pt2 .* is an exported program"),
         # The run folder contains only best.pt.
         (["{photos}", "--checkpoint", "{tmp}/last.pt"], "error: checkpoint .*last.pt does not exist$"),
@@ -368,6 +395,15 @@ def test_invalid_arguments_of_predict_are_reported_in_one_line(words, error, che
     with pytest.raises(SystemExit, match=error) as caught:
         call(main, "--checkpoint", checkpoint, *words)
     assert "\n" not in str(caught.value)
+
+
+def test_the_json_has_no_class_names_if_they_equal_the_labels(checkpoint, photos, capsys, tmp_path):
+    saved = torch.load(checkpoint)
+    for names in ([*"abcdefg"], None):
+        save_checkpoint(saved | dict(label_names=names), tmp_path / "best.pt")
+        call(main, "--checkpoint", tmp_path / "best.pt", photos / "a.png", "--topk", "1", "--json", "-")
+        ((found,),) = [entry["predictions"] for entry in json.loads(capsys.readouterr().out)]
+        assert found.keys() == {"class", "probability", "number"}
 
 
 def test_json_on_stdout_replaces_the_lines(checkpoint, photos, capsys, tmp_path, monkeypatch):

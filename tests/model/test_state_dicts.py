@@ -14,7 +14,8 @@ from vil.checkpoint import Checkpoint, CheckpointError
 from vil.config import ConfigError
 from vil.factory import create_model, from_checkpoint
 
-KWARGS = dict(embed_dim=32, depth=2, patch_size=8, img_size=16, num_classes=3)
+ARCHITECTURE = dict(embed_dim=32, depth=2, patch_size=8, img_size=16)
+KWARGS = ARCHITECTURE | dict(num_classes=3)
 
 
 def model_of(seed):
@@ -88,8 +89,9 @@ def test_use_ema_selects_between_weights_and_ema_weights_of_other_programs(keys,
     path = tmp_path / "given.pth"
     torch.save({keys[0]: WEIGHTS, keys[1]: OTHERS}, path)
     for use_ema, truth in ((None, WEIGHTS), (False, WEIGHTS), (True, OTHERS)):
-        found = from_checkpoint(path, "vil_tiny", use_ema=use_ema, **KWARGS).state_dict()
-        assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
+        for given in (KWARGS, ARCHITECTURE):  # without num_classes, the classes are counted in the file
+            found = from_checkpoint(path, "vil_tiny", use_ema=use_ema, **given).state_dict()
+            assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
     assert not caplog.messages
     caplog.set_level(logging.WARNING)
     found = create_model("vil_tiny", path, **KWARGS).state_dict()  # training starts from the EMA weights
@@ -125,6 +127,23 @@ def test_one_unexpected_tensor_is_not_reported_as_another_architecture(tmp_path)
     torch.save(WEIGHTS | {"blocks.0.scale": torch.ones(3)}, tmp_path / "given.pth")
     with pytest.raises(CheckpointError, match=r"tensors must match .*1 unexpected \(blocks.0.scale\)"):
         from_checkpoint(tmp_path / "given.pth", "vil_tiny", **KWARGS)
+
+
+@pytest.mark.parametrize(
+    ("other", "given"),
+    [(dict(depth=1), "depth=2"), (dict(depth=3, embed_dim=16, patch_size=4), "embed_dim=32, depth=2, patch_size=8")],
+)
+def test_a_checkpoint_of_another_depth_names_the_arguments_that_fit(other, given, tmp_path):
+    path = tmp_path / "given.pth"
+    torch.save(WEIGHTS, path)
+    message = f"got a ViL with embed_dim 32 and depth 2: create the model with {given}, or load .* vil.from_checkpoint"
+    with pytest.raises(RuntimeError, match=message):
+        timm.create_model("vil_tiny", **KWARGS | other, checkpoint_path=path)
+    torch.save(timm.create_model("vil_tiny", **KWARGS | dict(patch_size=(8, 4))).state_dict(), path)
+    with pytest.raises(RuntimeError, match=r"model with depth=2, patch_size=\(8, 4\), or"):
+        timm.create_model("vil_tiny", **KWARGS | dict(depth=1), checkpoint_path=path)
+    with pytest.raises(RuntimeError, match="got a ViL with embed_dim 32 and depth 2; keys: "):
+        timm.create_model("vim_tiny", **KWARGS, checkpoint_path=path)  # no arguments make a ViM of a ViL
 
 
 def test_parameter_names_that_start_with_model_are_kept(tmp_path):

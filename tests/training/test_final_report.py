@@ -6,6 +6,7 @@ import pytest
 import torch
 from processes import in_processes
 
+import vil
 from vil import distributed
 from vil.config import Config
 from vil.training import final_report
@@ -36,7 +37,7 @@ def test_a_run_ends_with_a_report_on_its_best_epoch(image_folder, tmp_path, ema)
     top1, epoch = max((row[name], row["epoch"]) for row in history for name in row if name.startswith("eval_top1"))
     assert f"<td>{top1:.2f}</td>" in page
     assert re.search(f"best.pt, epoch {epoch} of 3(, EMA weights)?<", page)
-    assert f"{IMAGES} images." in page
+    assert f"{IMAGES} images. The best epoch was chosen on these images, so the accuracy is optimistic" in page
     assert page.count("data:image/png;base64,") == 1  # the training curve is the page's only PNG image
     assert all(f'<th scope="col">{name}</th>' in page for name in CLASSES)
     # the evaluation of best.pt leaves the weights of the last epoch in the model
@@ -44,6 +45,14 @@ def test_a_run_ends_with_a_report_on_its_best_epoch(image_folder, tmp_path, ema)
     assert all(torch.equal(t, last[name]) for name, t in run.state.model.state_dict().items())
     closing = Reporter(tmp_path / "run", config(image_folder, tmp_path), {}, "").closing_line(history)
     assert closing.endswith(f", report: {tmp_path}/run/report.html")
+
+
+def test_the_last_line_of_a_run_loads_the_best_checkpoint(image_folder, tmp_path, no_pictures, capsys):
+    train(config(image_folder, tmp_path, epochs=1), CPU, 0, 1)
+    last = capsys.readouterr().out.splitlines()[-1]
+    path = re.fullmatch(r"load in Python: vil\.from_checkpoint\('(.*)'\)", last)[1]
+    assert path == str(tmp_path / "run" / "best.pt")
+    assert vil.from_checkpoint(path).num_classes == len(CLASSES)
 
 
 def train_in_process(rank, image_folder, output):
@@ -73,6 +82,11 @@ def test_large_and_synthetic_runs_write_no_report(limit, options, image_folder, 
     monkeypatch.setattr(final_report, *limit)
     train(config(image_folder, tmp_path, epochs=1, **options), CPU, 0, 1)
     assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_the_accuracy_of_a_single_epoch_is_not_called_optimistic(image_folder, tmp_path):
+    train(config(image_folder, tmp_path, epochs=1), CPU, 0, 1)
+    assert "optimistic" not in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_signal_ends_the_evaluation_without_a_report(image_folder, tmp_path, caplog, monkeypatch):

@@ -299,7 +299,7 @@ def test_a_model_that_does_not_match_the_weights_is_rejected_with_the_right_opti
     if packed:
         path = tmp_path / "weights.safetensors"
         path.write_bytes(weight_files.pack_weights(source.state_dict(), config, {}))
-    built = r"got a ViL with embed_dim 32 and depth 2; .*; the weights fit (--model vil_tiny --model-kwargs .*)$"
+    built = r"got a ViL with embed_dim 32 and depth 2: .*; the weights fit (--model vil_tiny --model-kwargs .*)$"
     with pytest.raises(ConfigError, match=built) as refused:
         create_model("vil_tiny", str(path), num_classes=4)
     shared = dict(embed_dim=32, depth=2, patch_size=8, img_size=16, num_heads=2)  # a ViT shares some tensor names

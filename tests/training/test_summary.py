@@ -175,7 +175,10 @@ def test_each_epoch_and_the_end_of_a_run_print_one_line(tmp_path):
         "90 images/s"
     )
     closing = Reporter(tmp_path, Config(), {}, "1 x cpu").closing_line([first, best, last])
-    assert closing == f"best: top-1 90.00% in epoch 2: {tmp_path}/best.pt, training curve: {tmp_path}/curve.png"
+    files = f"{tmp_path}/best.pt, training curve: {tmp_path}/curve.png"
+    assert closing == f"best: top-1 90.00% in epoch 2 (last epoch 50.00%): {files}"
+    closing = Reporter(tmp_path, Config(), {}, "1 x cpu").closing_line([first, best, same])
+    assert closing == f"best: top-1 90.00% in epoch 3: {files}"
 
 
 def test_the_plot_omits_missing_ema_values_and_zeros(tmp_path, monkeypatch):

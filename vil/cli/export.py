@@ -25,7 +25,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import Parser
+from ..config import Parser, add_model_arguments
 from ..fault_tolerance.output import errors_in_a_line
 
 
@@ -45,14 +45,13 @@ def parse_options(words: Sequence[str] | None = None, prog: str = "vil export") 
     parser = Parser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", help="timm model name (default: name stored in the checkpoint)")
-    add("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments that create the model")
+    add_model_arguments(parser)
     add("--checkpoint", help="checkpoint file with the weights (default: timm's pretrained weights of --model)")
     add(
         "--use-ema",
         action=argparse.BooleanOptionalAction,
         help="export the EMA weights; by default the better weights of a best.pt, otherwise the raw weights",
     )
-    add("--img-size", nargs="+", metavar="SIZE", help="image size in pixels: one number, or height and width")
     add("--num-classes", type=int, help="number of classes; 0 exports pooled features instead of logits")
     add(
         "--features",

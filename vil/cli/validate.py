@@ -25,7 +25,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import ConfigError, Parser, check_choices, convert
+from ..config import ConfigError, Parser, add_model_arguments, check_choices, convert
 from ..fault_tolerance.output import errors_in_a_line
 
 
@@ -68,7 +68,7 @@ def _parser(prog: str | None) -> Parser:
     add = parser.add_argument
     add("folder", nargs="?", metavar="FOLDER", help="folder that contains the split, the same as --data-dir")
     add("--model", help="timm model name; by default the one that the checkpoint stores")
-    add("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments of the model")
+    add_model_arguments(parser)
     add("--checkpoint", help="weights file; by default the pretrained weights of timm")
     add(
         "--use-ema",
@@ -83,8 +83,7 @@ def _parser(prog: str | None) -> Parser:
         action=argparse.BooleanOptionalAction,
         help="rotate images by their EXIF orientation; by default as in the training of the checkpoint",
     )
-    add("--num-classes", help="number of classes of the model")
-    add("--img-size", nargs="+", metavar="SIZE", help="image size, or height and width")
+    add("--num-classes", help="number of classes of the model; by default as in the checkpoint")
     add("--crop-pct", help="side of the centre crop, as a share of the resized image's shorter side")
     add("--interpolation", help="interpolation of the resize")
     add("-b", "--batch-size", default=128, help="batch size of each process (default: 128)")

@@ -78,7 +78,7 @@ def _row(model: EvaluatedModel, result: Evaluation, data: DataSettings, preproce
         "model": settings.model,
         "data_dir": data.data_dir,
         "dataset": data.dataset,
-        "num_classes": settings.num_classes,
+        "num_classes": model.num_classes,
         "img_size": settings.img_size,
         "crop_pct": preprocessing.crop_pct,
         "interpolation": preprocessing.interpolation,

@@ -7,7 +7,7 @@ import argparse
 from torch import nn
 
 from ..checkpoint import Checkpoint
-from ..config import ConfigError, convert, parse_key_values
+from ..config import ConfigError, model_arguments
 from ..factory import from_checkpoint, pretrained_model
 from . import OPSET, check_options, export_model
 
@@ -32,10 +32,8 @@ def export(options: argparse.Namespace) -> None:
 
 def _model_of(options: argparse.Namespace) -> tuple[nn.Module, str]:
     """Return the model to export, and a note on the model's weights, which can be empty."""
-    img_size = options.img_size and convert("img_size", options.img_size, "the command line")
-    chosen = {"num_classes": options.num_classes, "img_size": img_size}
-    arguments = {name: value for name, value in chosen.items() if value is not None}
-    arguments |= parse_key_values(options.model_kwargs)
+    classes = {} if options.num_classes is None else {"num_classes": options.num_classes}
+    arguments = classes | model_arguments(options)
     if options.checkpoint:
         source = Checkpoint(options.checkpoint)
         model = from_checkpoint(source, options.model, use_ema=options.use_ema, **arguments)

@@ -59,8 +59,8 @@ def check_architecture(state_dict: Mapping[str, Tensor], model: nn.Module) -> No
     size and the image size.
 
     Raises:
-        RuntimeError: The architectures differ. The message describes the architectures and lists up to three keys of
-            each kind of difference.
+        RuntimeError: The architectures differ. The message describes the architectures, names the model arguments of
+            the checkpoint if known, and lists up to three keys of each kind of difference.
     """
     own = {name: value for name, value in model.state_dict().items() if not name.startswith("head.")}
     other = {name: value for name, value in state_dict.items() if not name.startswith("head.")}
@@ -78,17 +78,45 @@ def check_architecture(state_dict: Mapping[str, Tensor], model: nn.Module) -> No
     if found == expected:
         problem = f"the checkpoint's tensors must match the model, {expected}"
     else:
-        problem = f"the checkpoint's architecture must match the model, {expected}, got {found}"
+        problem = f"the checkpoint's architecture must match the model, {expected}, got {found}{_remedy(own, other)}"
     raise RuntimeError(f"{problem}; keys: {', '.join(listed)}")
 
 
 def architecture(state_dict: Mapping[str, Tensor]) -> str:
     """Return a description of the architecture of a state dict, such as "a ViL with ...", for messages."""
+    arguments = _arguments_of(state_dict)
+    if not arguments:
+        return "an unknown architecture"
+    return f"a {_kind_of(state_dict)} with embed_dim {arguments['embed_dim']} and depth {arguments['depth']}"
+
+
+def _kind_of(state_dict: Mapping[str, Tensor]) -> str:
+    return "ViM" if any(name.endswith(".A_log") for name in state_dict) else "ViL"
+
+
+def _arguments_of(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the model arguments that the shapes in a state dict determine, or {} for an unknown architecture."""
     projections = [name for name in state_dict if re.fullmatch(r"blocks\.\d+\.mixer\.in_proj\.weight", name)]
     if not projections:
-        return "an unknown architecture"
-    kind = "ViM" if any(name.endswith(".A_log") for name in state_dict) else "ViL"
-    return f"a {kind} with embed_dim {state_dict[projections[0]].shape[1]} and depth {len(projections)}"
+        return {}
+    arguments: dict[str, Any] = {"embed_dim": state_dict[projections[0]].shape[1], "depth": len(projections)}
+    patches = state_dict.get("patch_embed.proj.weight")
+    if patches is not None and patches.dim() == 4:
+        height, width = patches.shape[2:]
+        arguments["patch_size"] = height if height == width else (height, width)
+    return arguments
+
+
+def _remedy(own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
+    """Return how to load the checkpoint `other` instead, or "" if model arguments cannot change `own` to `other`."""
+    expected, found = _arguments_of(own), _arguments_of(other)
+    changed = ", ".join(f"{name}={value}" for name, value in found.items() if value != expected.get(name))
+    if not changed or _kind_of(own) != _kind_of(other):
+        return ""
+    return (
+        f": create the model with {changed}, or load the file with vil.from_checkpoint, which reads the arguments from "
+        "checkpoints of vil train"
+    )
 
 
 def check_classes(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:

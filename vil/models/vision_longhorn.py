@@ -199,13 +199,19 @@ def check_channels(x: Tensor, channels: int) -> None:
 
 
 def check_size(height: int, width: int, img_size: tuple[int, int]) -> None:
-    """Raise a ValueError if the image size differs from the size that the model was built for."""
+    """Raise a ValueError if the image size differs from the size that the model was built for.
+
+    The message names an argument of timm's function, because without the argument, timm's function returns the image
+    size of the pretrained weights instead of `img_size`.
+    """
     if height != img_size[0] or width != img_size[1]:
         size = (height, width)
         word = height if height == width else f"'{size}'"  # the shell removes the quotes
         raise ValueError(
-            f"image size must be {img_size}, got {size}: create the model with img_size={size} (in timm's scripts, "
-            f"--model-kwargs img_size={word}) or dynamic_img_size=True, or call its set_input_size()"
+            f"image size must be {img_size}, got {size}: resize the images, for example as in "
+            f"timm.data.resolve_model_data_config(model, dict(input_size={(3, *img_size)})), or create the model with "
+            f"img_size={size} (in timm's scripts, --model-kwargs img_size={word}) or dynamic_img_size=True, or call "
+            "its set_input_size()"
         )
 
 

@@ -37,7 +37,8 @@ class Classifier:
         run: Function from normalized images (B, 3, H, W) to logits (B, classes).
         device: Device that the inputs of `run` must be on.
         data_config: Preprocessing of the images as a timm data config.
-        label_names: Class names by class index; empty if unknown. WordNet ids of ImageNet are replaced by descriptions.
+        label_names: Class names by class index; empty if unknown.
+        labels: Class names in which WordNet ids of ImageNet are replaced by descriptions.
     """
 
     run: Callable[[Tensor], Tensor]
@@ -49,7 +50,7 @@ class Classifier:
         from ..data.loaders import evaluation_transform  # imported late, because this import is slow
 
         self.transform = evaluation_transform(self.data_config)
-        self.label_names = _readable(self.label_names)
+        self.labels = _readable(self.label_names)
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Any], topk: int) -> list[list[Prediction] | Exception]:
@@ -108,7 +109,7 @@ class Classifier:
             )
 
     def _label(self, index: int) -> str:
-        return self.label_names[index] if self.label_names else str(index)
+        return self.labels[index] if self.labels else str(index)
 
 
 def _readable(names: Sequence[str]) -> Sequence[str]:

@@ -14,7 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from ..checkpoint import Checkpoint
-from ..config import ConfigError
+from ..config import ConfigError, model_arguments
+from ..config.values import flag_of
 from ..data.sources.class_folders import endings
 from ..data.sources.image_files import list_images
 from ..devices import known_device
@@ -38,11 +39,12 @@ def predict_files(options: argparse.Namespace) -> tuple[int, int]:
     classifier = _classifier(options, device)
     is_json_printed = options.json == Path("-")
     found = print_predictions(classifier, files, options.topk, options.batch_size, is_quiet=is_json_printed)
+    names = _names_to_write(classifier)
     if options.csv:
-        rows = [_row(file, classes) for file, classes in found]
+        rows = [_row(file, classes, names) for file, classes in found]
         write_atomically(options.csv, csv_text(rows, list(rows[0]) if rows else ["file"]))
     if options.json:
-        entries = [_entry(file, classes) for file, classes in found]
+        entries = [_entry(file, classes, names) for file, classes in found]
         text = json.dumps(entries, indent=2)
         if is_json_printed:
             print_result(text)
@@ -53,19 +55,20 @@ def predict_files(options: argparse.Namespace) -> tuple[int, int]:
 
 def _classifier(options: argparse.Namespace, device: str | None) -> Classifier:
     """Load the classifier, and log whether a checkpoint's EMA weights or raw weights are used."""
-    path = options.checkpoint
+    path, arguments = options.checkpoint, model_arguments(options)
     if options.use_ema is not None and (not path or path.endswith(".onnx")):
         raise ConfigError("--use-ema needs --checkpoint with a checkpoint of vil train")
     if not path:
-        return pretrained_classifier(options.model, device)
+        return pretrained_classifier(options.model, device, **arguments)
     if path.endswith(".onnx"):
-        if options.model:
-            raise ConfigError(f"{path} contains its model: remove --model")
+        given = [flag_of(name) for name in ("model", "model_kwargs", "img_size") if getattr(options, name)]
+        if given:
+            raise ConfigError(f"{path} contains its model: remove {', '.join(given)}")
         return classifier_of(path)
     source = Checkpoint(path)
     if note := source.note_on_weights(options.use_ema):
         _logger.warning("%s: using the %s", path, note)
-    return classifier_of(source, device, options.use_ema, options.model)
+    return classifier_of(source, device, options.use_ema, options.model, **arguments)
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
@@ -111,17 +114,26 @@ def print_predictions(
     return read
 
 
-def _row(file: Path, found: list[Prediction]) -> dict[str, Any]:
+def _names_to_write(classifier: Classifier) -> Sequence[str]:
+    """Return the class names by class index if any name differs from the class's label, otherwise an empty sequence."""
+    return classifier.label_names if [*classifier.label_names] != [*classifier.labels] else ()
+
+
+def _row(file: Path, found: list[Prediction], names: Sequence[str]) -> dict[str, Any]:
     """Return the row of an image in the CSV table."""
     row: dict[str, Any] = {"file": str(file)}
     for rank, prediction in enumerate(found, start=1):
         suffix = f"_{rank}" if rank > 1 else ""
-        row[f"class{suffix}"] = prediction.label
-        row[f"probability{suffix}"] = prediction.probability
+        row |= {f"{name}{suffix}": value for name, value in _described(prediction, names).items()}
     return row
 
 
-def _entry(file: Path, found: list[Prediction]) -> dict[str, Any]:
+def _entry(file: Path, found: list[Prediction], names: Sequence[str]) -> dict[str, Any]:
     """Return the entry of an image in the JSON list."""
-    classes = [{"class": p.label, "probability": p.probability, "number": p.number} for p in found]
-    return {"file": str(file), "predictions": classes}
+    return {"file": str(file), "predictions": [_described(p, names) | {"number": p.number} for p in found]}
+
+
+def _described(prediction: Prediction, names: Sequence[str]) -> dict[str, Any]:
+    """Return label, class name if `names` are given, and probability of a predicted class."""
+    class_name = {"class_name": names[prediction.number]} if names else {}
+    return {"class": prediction.label, **class_name, "probability": prediction.probability}

@@ -29,6 +29,7 @@ def classifier_of(
     device: str | None = None,
     use_ema: bool | None = None,
     name: str | None = None,
+    **arguments: Any,
 ) -> Classifier:
     """Return a Classifier for a timm model, or for a checkpoint or its path.
 
@@ -37,6 +38,7 @@ def classifier_of(
         device: Device of a checkpoint's model; None uses cuda if available.
         use_ema: Whether to load the EMA weights of a checkpoint. None chooses as `from_checkpoint` does.
         name: Model name in timm, if the checkpoint does not store the name.
+        arguments: Model arguments that override the arguments in the checkpoint.
 
     Raises:
         ConfigError: The model has no classifier head, the checkpoint does not store the model's name, or the ONNX file
@@ -49,24 +51,26 @@ def classifier_of(
             return classifier_of_onnx(path)
         model = Checkpoint(path)
     if isinstance(model, Checkpoint):
-        model = from_checkpoint(model, name, use_ema=use_ema).to(device or default_device())
+        model = from_checkpoint(model, name, use_ema=use_ema, **arguments).to(device or default_device())
     return _classifier_of_model(model)
 
 
-def pretrained_classifier(name: str | None = None, device: str | None = None) -> Classifier:
+def pretrained_classifier(name: str | None = None, device: str | None = None, **arguments: Any) -> Classifier:
     """Return a Classifier with timm's pretrained weights of a model, by default with weights of the package.
 
-    If no model is given, log which classes the weights of the package recognize.
+    If no model is given, log which classes the weights of the package recognize. `arguments` are keyword arguments of
+    the model; `img_size` is also the size of the preprocessed images.
     """
     if not name:
         _logger.warning(
             "using %s, which recognizes the 200 classes of Tiny ImageNet; for other classes, set --checkpoint",
             PRETRAINED,
         )
-    return _classifier_of_model(pretrained_model(name or PRETRAINED).to(device or default_device()))
+    model = pretrained_model(name or PRETRAINED, **arguments).to(device or default_device())
+    return _classifier_of_model(model, arguments.get("img_size"))
 
 
-def _classifier_of_model(model: Any) -> Classifier:
+def _classifier_of_model(model: Any, img_size: int | tuple[int, int] | None = None) -> Classifier:
     inner = unwrapped(model)
     if not getattr(inner, "num_classes", 1):
         raise ConfigError(
@@ -89,4 +93,4 @@ def _classifier_of_model(model: Any) -> Classifier:
             for part, training in was_training.items():
                 part.training = training
 
-    return Classifier(run, weight.device, data_config_of(inner), names_of(inner))
+    return Classifier(run, weight.device, data_config_of(inner, img_size=img_size), names_of(inner))

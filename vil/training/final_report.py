@@ -31,6 +31,11 @@ _logger = logging.getLogger(__name__)
 MOST_IMAGES = 10_000
 MOST_CLASSES = 200  # maximum number of classes of a run that writes a report
 
+SELECTION = (
+    "the best epoch was chosen on these images, so the accuracy is optimistic; vil validate on a separate test split "
+    "measures an unbiased accuracy"
+)
+
 # function that evaluates a state dict on the validation split
 Evaluate = Callable[[dict[str, Tensor]], tuple[Evaluation, PredictionCollector]]
 
@@ -105,6 +110,8 @@ def _page(
     weights = f"best.pt, epoch {epoch:.0f} of {config.total_epochs}" + ", EMA weights" * is_ema
     columns = {name: getattr(result, name) for name in ("images", "top1", "top1_interval", "top5", "loss")}
     notes = [result.unreadable_note] if result.unreadable else []
+    if len(history) > 1:
+        notes.append(SELECTION)
     return report_page(
         title=f"{config.model} on {config.data_dir or config.dataset}, {config.val_split}",
         models=[{"model": config.model, "weights": weights, **columns}],

@@ -103,4 +103,7 @@ class Progress:
 
     def finish_run(self, history: list[dict[str, Any]], best: BestCheckpoint) -> None:
         if self.reporter:
-            tqdm.write(self.reporter.closing_line(history, best.find(history)))
+            problem = best.find(history)
+            tqdm.write(self.reporter.closing_line(history, problem))
+            if not problem:
+                tqdm.write(f"load in Python: vil.from_checkpoint({str(best.path)!r})")

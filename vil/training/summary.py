@@ -17,7 +17,7 @@ from ..info import format_environment
 from ..security.csv_tables import csv_text
 from ..text import counted
 from .curve import missing_matplotlib, note_on_losses, plot_history
-from .history import format_best
+from .history import best_row, best_top1, format_best
 from .loggers import open_loggers
 
 _logger = logging.getLogger(__name__)
@@ -126,8 +126,13 @@ class Reporter:
                 write_atomically(self.folder / "curve.png", plot_history(self.unplotted, self.note))
 
     def closing_line(self, history: list[dict[str, Any]], problem: str | None = None) -> str:
-        """Return a line with the best epoch's accuracy, the paths of result files, and any problem with best.pt."""
-        line = f"best: {format_best(history)}: {self.folder / 'best.pt'}"
+        """Return a line with the best epoch's accuracy, the paths of result files, and any problem with best.pt.
+
+        The line also has the accuracy of the last epoch if the last epoch is not the best one.
+        """
+        last = history[-1]
+        note = "" if best_row(history) is last else f" (last epoch {best_top1(last):.2f}%)"
+        line = f"best: {format_best(history)}{note}: {self.folder / 'best.pt'}"
         if problem:
             line += f" {problem}"
         if self.plots:

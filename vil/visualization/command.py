@@ -142,7 +142,7 @@ def true_class_of(path: Path, model: VisionLonghorn) -> str | None:
     indices = {normal(name): index for index, name in enumerate(names_of(model))}
     folders = map(normal, ends_of(path.absolute().parent.as_posix()))
     index = next((indices[folder] for folder in folders if folder in indices), None)
-    return None if index is None else classifier_of(model).label_names[index]
+    return None if index is None else classifier_of(model).labels[index]
 
 
 def receptive_fields(model: VisionLonghorn, untrained: VisionLonghorn, images: Tensor) -> dict[str, Tensor]:
