@@ -1029,7 +1029,7 @@ def test_samples_with_an_out_of_range_class_stop_evaluation_and_are_skipped_in_t
     config = write_shards(tmp_path, {"last": SMALL_JPEG})
     config.num_classes = 2  # the samples have the classes 1 and 2
     train, val, _ = open_splits(config)
-    with pytest.raises(ConfigError, match="classes of shards must be 0 to 1, got 2 in .*validation-0.tar: number them"):
+    with pytest.raises(ConfigError, match="classes of shards must be 0 to 1, got 2 in .*validation-0.tar: number the"):
         list(evaluation_loader(val, DATA_CONFIG, CPU, 0, 4, 0, 1))
     assert {target for _, target in train} == {1}
     assert "the class index must be below 2, got 2" in caplog.text
