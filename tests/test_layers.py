@@ -15,7 +15,6 @@ LAYERS = """
     vil.kernels.backends
     vil.kernels.scan vil.kernels.augment
     vil.kernels.block
-    vil.kernels.embedding
     vil.kernels
     vil.models.tokens
     vil.models.dispatch vil.models.pretrained vil.models.shipped

@@ -23,8 +23,7 @@ SOURCES = Path(__file__).parents[1]
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "float": torch.float32, "int": torch.int32, "u8": torch.uint8,
 }  # fmt: skip
-# names of macros that define C++ types
-MACROS_OF_TYPES = {"Element": "INPUT", "PARAMETER": "PARAMETER", "PIXEL": "PIXEL"}
+MACROS_OF_TYPES = {"Element": "INPUT", "PARAMETER": "PARAMETER"}  # names of macros that define C++ types
 
 
 @dataclass(frozen=True)
