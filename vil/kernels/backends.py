@@ -127,7 +127,7 @@ def misplaced(backend: str, device: torch.device) -> str | None:
 
 
 def unfit(backend: str, x: Tensor, state_size: int, directions: int) -> str | None:
-    """Return the reason why a backend does not support x (..., L, D), the states or the directions, or None."""
+    """Return the reason why a backend does not support x (..., L, D) or the number of states or directions, or None."""
     *_, L, D = x.shape
     if x.dtype not in DTYPES:
         return f"dtype of x must be float16, bfloat16 or float32 for the {backend} backend, got {x.dtype}"
