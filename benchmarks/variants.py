@@ -43,6 +43,7 @@ from vil.kernels.block import (
     step_proj_bwd,
 )
 from vil.kernels.cuda import launches
+from vil.kernels.embedding import embed_op
 from vil.kernels.scan import cuda_scan, heuristics, scan_op
 from vil.models.dispatch import set_fused
 
@@ -134,6 +135,11 @@ VARIANTS = {
         "product, pool",
         replaced(kernels, "empty_in_proj_tiles", lambda *_: None),
         {name: [TRAIN, BATCH] for name in ("vil_small_pooled", "vil_tiny_pooled")},
+    ),
+    "patchify, add_embeddings": Variant(
+        "PyTorch code",
+        replaced(embed_op, "runs_kernels", no),
+        {name: [TRAIN, BATCH, SINGLE] for name in ("vil_small_pooled", "vil_tiny_pooled", "vil_small")},
     ),
     "scan_lines": Variant("products, scan", replaced(kernels, "scans_lines", no), {"vil_small_pooled": [SINGLE]}),
 }
@@ -267,6 +273,8 @@ def forgotten_plans() -> Iterator[None]:
             consecutive.backward_blocks,
             cuda_scan.forward,
             cuda_scan.backward,
+            embed_op.forward,
+            embed_op.backward,
         ):
             inspect.getclosurevars(function).nonlocals["plans"].clear()
 

@@ -15,6 +15,7 @@ LAYERS = """
     vil.kernels.backends
     vil.kernels.scan vil.kernels.augment
     vil.kernels.block
+    vil.kernels.embedding
     vil.kernels
     vil.models.tokens
     vil.models.dispatch vil.models.pretrained vil.models.shipped

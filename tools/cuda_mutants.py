@@ -32,6 +32,7 @@ SCAN = ["tests/kernels/test_cuda.py"]
 POOLED = ["tests/kernels/test_pooled_block.py"]
 BLOCK = [f"tests/kernels/test_block{name}.py" for name in ("_kernels", "_references", "")] + POOLED
 AUGMENT = ["tests/kernels/test_augment_kernels.py"]
+EMBEDDING = ["tests/kernels/test_embedding.py"]
 PYTEST = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", "emulated"]
 TESTS = {  # test files by CUDA source; sources that are not listed use the tests of their folder
     **{f"cuda/{name}.cuh": SCAN + BLOCK for name in ("async_copies", "elements", "mma")},
@@ -42,7 +43,7 @@ TESTS = {  # test files by CUDA source; sources that are not listed use the test
     },
     "block/along_lines.cuh": POOLED,
 }
-FOLDERS = {"scan": SCAN, "block": BLOCK, "cuda": BLOCK, "augment": AUGMENT}
+FOLDERS = {"scan": SCAN, "block": BLOCK, "cuda": BLOCK, "augment": AUGMENT, "embedding": EMBEDDING}
 
 
 class Mutant(NamedTuple):
@@ -469,6 +470,28 @@ TABLE = {
     ],
     "block/silu.cuh": [
         ("wrong gradient of SiLU", "return s * fmaf(x, ⟦1 - →⟧s, 1);"),
+    ],
+    "embedding/patchify.cu": [
+        ("channels of an image are the first one", "load<V>(images + ⟦c→0⟧ * channel)"),
+        ("rows of patches are exchanged with columns of patches", "i64(⟦cell / w→cell / h⟧ * PATCH_H + y)"),
+        ("tensors of more than 2^31 pixels: other images",
+         "images += ⟦image→int(image)⟧ * CHANNELS * ⟦channel→int(channel)⟧ +"),
+        ("tensors of more than 2^31 pixels: patches get lost", "patches += ⟦i64(patch)→int(patch)⟧ * CHANNELS"),
+        ("threads after the last pixel write", "if (⟦i >= count→false⟧) return;"),
+    ],
+    "embedding/add_embeddings.cu": [
+        ("patches after the class token belong to the token before", "(token⟦ - (token > class_token)→⟧) * C + c"),
+        ("the class token has the bias of patches", "at.is_patch() ? bias : ⟦class_token→bias⟧;"),
+        ("the class token has the values of a patch", "b < B⟦ && at.is_patch()→⟧) patch[i] ="),
+        ("an odd number of images: images after the last are written",
+         "if (i64 b = i64(at.group) * IMAGES + i; ⟦b < B→true⟧) store("),
+        ("tensors of more than 2^31 elements: other tokens", "store(x + ⟦b→int(b)⟧ * ⟦L * C→int(L * C)⟧, to_floats"),
+        ("the class token's gradient is a patch's", "b < B⟦ && at.is_patch()→⟧)\n                store(dprojected"),
+        ("an image is missing in the sums", "start += IMAGES * parts⟦→ + 1⟧"),
+        ("all groups of images write the same sums", "store(sums + ⟦at.group→0⟧ * L * C"),
+        ("tensors of more than 2^31 elements: other images' gradients",
+         "gradient[i] = load<V>(dx + ⟦b→int(b)⟧ * ⟦L * C→int(L * C)⟧);"),
+        ("channels after the last token are processed", "is_valid = ⟦token < L→true⟧;"),
     ],
     "augment/augment.cu": [
         ("weights are cut, not rounded", "int(weight * ONE⟦ + (weight < 0 ? -0.5 : 0.5)→⟧)"),

@@ -26,6 +26,7 @@ from vil.kernels.scan import cuda_scan as scan
 from vil.kernels.scan import heuristics as variants
 from vil.kernels.scan import triton_scan
 from vil.models.block import Block, Blocks, LonghornMixer, MambaMixer
+from vil.models.vision_longhorn import VisionLonghorn
 
 B, L, D, N = 1, 70, 35, 16  # L is longer than a chunk, and D channels do not support vector loads
 REVERSE = [False, True]
@@ -38,6 +39,9 @@ def main() -> None:
                 run(recurrence, dtype)
                 torch.cuda.synchronize()
                 print(run.__name__, recurrence, dtype, flush=True)
+    embedding()
+    torch.cuda.synchronize()
+    print("embedding", flush=True)
     for interpolation in ("bilinear", "bicubic"):
         augmentation(interpolation)
         torch.cuda.synchronize()
@@ -101,6 +105,21 @@ def block(recurrence: str, dtype: torch.dtype) -> None:
                             pooled(x[:images], grid=grid).sum().backward()
                             with torch.no_grad():
                                 pooled(x[:images], grid=grid)
+
+
+def embedding() -> None:
+    """Embed images in each pixel dtype, with several partial sums over images and an odd number of images."""
+    for patch_size, pixel in ((16, torch.float32), (4, torch.bfloat16), (8, torch.float16)):
+        height, width = 3 * patch_size, 5 * patch_size
+        model = VisionLonghorn((height, width), patch_size, embed_dim=36, depth=0, num_classes=0).cuda()
+        images = torch.randn(9, 3, height, width, device="cuda", dtype=pixel)
+        with (
+            torch.autocast("cuda", torch.bfloat16),
+            mock.patch.object(torch, "mm", in_fp32(torch.mm)),
+        ):
+            model.embed(images).sum().backward()
+            with torch.no_grad():
+                model.embed(images)
 
 
 def augmentation(interpolation: str) -> None:

@@ -7,8 +7,9 @@ import emulator
 import torch
 from scans import relative_error
 
-from vil.kernels.block import backward, block_op, gate_outproj, kernels, step_proj_bwd
+from vil.kernels.block import block_op, gate_outproj, kernels
 from vil.kernels.block.weights import BlockWeights, DirectionWeights, Options
+from vil.kernels.cuda import products
 from vil.models.block import Block, Blocks, LonghornMixer, MambaMixer
 
 MIXERS = [LonghornMixer, MambaMixer]
@@ -61,8 +62,8 @@ def on_an_emulated_gpu(monkeypatch, multiprocessors=1, hopper=False):
         return a.float() @ b.float()
 
     emulator.as_if_on_a_gpu(monkeypatch, multiprocessors, hopper)
-    monkeypatch.setattr(backward, "_mm", product)
-    monkeypatch.setattr(step_proj_bwd, "_bmm_in_fp32", product)
+    for name in ("mm_in_fp32", "bmm_in_fp32"):
+        monkeypatch.setattr(products, name, product)
     for module in (gate_outproj, kernels):
         monkeypatch.setattr(module, "add_product", lambda x, a, b: x.add_(product(a, b)))
 

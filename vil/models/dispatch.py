@@ -1,10 +1,11 @@
-"""Dispatch of blocks to the fused kernels of vil/kernels/block.
+"""Dispatch of blocks to the fused kernels of vil/kernels/block, and of the embedding to vil/kernels/embedding.
 
-A block runs fused if the kernels compute the same function as the block's modules. Otherwise the modules run as
+A block or embedding runs fused if the kernels compute the same function as its modules. Otherwise the modules run as
 ordinary PyTorch code.
 
     fusible        decorate a block's forward so that the block runs fused if the kernels support the block
     run_blocks     run a sequence of blocks, each fused if the kernels support the block
+    run_embedding  embed images by the fused kernels, or return None if the kernels do not support the call
     register       declare a mixer that the fused kernels support
     set_fused      enable or disable the fused kernels; the environment variable VIL_FUSED=0 disables them at import
 """
@@ -23,6 +24,8 @@ from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 from ..kernels.block.fused import fused_operator
 from ..kernels.block.lines import Lines
 from ..kernels.block.weights import BlockWeights, DirectionWeights, Options
+from ..kernels.embedding import embed_op
+from ..kernels.embedding.embed_op import EmbeddingWeights
 from .tokens import grid_of
 
 _fused = os.environ.get("VIL_FUSED") != "0"
@@ -30,7 +33,7 @@ _classes: dict[type, list[type]] = {}  # supported mixer class -> expected class
 
 
 def set_fused(enable: bool) -> None:
-    """Enable (the default) or disable the fused kernels of blocks, for debugging.
+    """Enable (the default) or disable the fused kernels of blocks and of the embedding, for debugging.
 
     Compiled models are recompiled at the next call. Captured CUDA graphs and exported programs do not change.
     The environment variable VIL_FUSED=0 disables the fused kernels at import, also in child processes.
@@ -110,6 +113,25 @@ def run_blocks(
             x_BLC, normed = operator(x_BLC, weights, options, scales, given)
             normed_eps = options[0].eps
     return x_BLC
+
+
+def run_embedding(
+    images_B3HW: Tensor, patch_embed: Any, classes: Sequence[type], cls_token: Tensor, pos_embed: Tensor
+) -> Tensor | None:
+    """Return the tokens (B, L, C) of images by the fused kernels, or None if PyTorch code must run.
+
+    The kernels run if the image size is that of the model, patches do not overlap, the types of `patch_embed` and its
+    projection are exactly `classes`, neither module has hooks, and `embed_op.fits` returns True.
+    """
+    if not _fused or not isinstance(images_B3HW, Tensor) or not embed_op.runs_kernels(images_B3HW):
+        return None
+    proj: Any = patch_embed._modules.get("proj")
+    if [type(patch_embed), type(proj)] != classes or has_hooks(patch_embed, proj) or proj.stride != proj.kernel_size:
+        return None
+    if images_B3HW.shape[1:] != (proj.in_channels, *patch_embed.img_size):
+        return None
+    weights = EmbeddingWeights(proj.weight, proj.bias, cls_token, pos_embed)
+    return embed_op.embed(images_B3HW, weights) if embed_op.fits(images_B3HW, weights) else None
 
 
 def fused_blocks(modules: Sequence[nn.Module], x_BLC: Tensor) -> list["FusedBlock"]:

@@ -18,6 +18,9 @@ On an NVIDIA GPU, `model(images)` calls these functions, each of which calls the
     block_op.run_blocks                vil/kernels/block     function that calls the operator for consecutive blocks
     launch                             vil/kernels/cuda      compilation and launch of the operator's kernels
 
+`forward_features` calls `VisionLonghorn.embed` before the blocks. `embed` runs the kernels of vil/kernels/embedding if
+the kernels support the call.
+
 Dimension letters in the suffixes of tensor names:
 
     B batch    H, W image size    h, w patch grid    L = h w + 1 tokens    C model width
@@ -51,7 +54,7 @@ from torch import Tensor, nn
 
 from . import shipped
 from .block import KNOWN_MIXERS, BidirectionalMixer, Block, Blocks, LonghornMixer, MambaMixer, RMSNorm, at_least_fp32
-from .dispatch import has_hooks, run_blocks
+from .dispatch import has_hooks, run_blocks, run_embedding
 from .pretrained import check_architecture, check_classes, first_blocks, rename_published, resample, shapes_of
 from .tokens import insert_class_token, resample_pos_embed, split_class_token
 
@@ -454,6 +457,10 @@ class VisionLonghorn(nn.Module):
         """Embed images (B, 3, H, W) as tokens (B, L, C) in fp32, or in fp64 if the weights are fp64."""
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
             refuse_torch_onnx()
+        classes = [PatchEmbed, PatchProjection]
+        fused_BLC = run_embedding(x_B3HW, self.patch_embed, classes, self.cls_token, self.pos_embed)
+        if fused_BLC is not None:
+            return fused_BLC
         x_BhwC = self.patch_embed(x_B3HW, add_bias=False)
         pos_embed_1LC: Tensor = self.pos_embed
         if self.dynamic_img_size:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import given
+from ..cuda import products
 from ..scan import cuda_scan as scans
 from . import kernels
 from .forward import REVERSE, project, project_pooled, split
@@ -71,7 +72,7 @@ def backward_block(
     gated_BMD = kernels.gate_outproj_backward(
         dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.outputs(dy_BLD), dz_BMD
     )
-    dout_proj = _mm(dout_TC.t(), gated_BMD.flatten(0, 1))
+    dout_proj = products.mm_in_fp32(dout_TC.t(), gated_BMD.flatten(0, 1))
     if options.lines is None:
         of_directions = _through_directions(options.recurrence, u_BLD, dy_BLD, du_BLD, w, saved, tokens)
     else:
@@ -158,15 +159,10 @@ def _through_in_proj(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the matrix in_proj * norm weight and of its input xhat, the normalized tokens."""
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
-    dfolded, dxhat_TC = _mm(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
+    dfolded, dxhat_TC = products.mm_in_fp32(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
     if tokens.class_token_only:  # add the contribution of z, which `duz_BLE` does not contain
         dz_BD = dz_BMD.squeeze(1)
         xhat_BC, dxhat_BC = (tokens.outputs(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (xhat_TC, dxhat_TC))
-        dfolded = torch.cat([dfolded, _mm(dz_BD.t(), xhat_BC)])
+        dfolded = torch.cat([dfolded, products.mm_in_fp32(dz_BD.t(), xhat_BC)])
         dxhat_BC.addmm_(dz_BD, w.in_proj[E:])
     return dfolded, dxhat_TC
-
-
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in fp32."""
-    return torch.mm(a, b) if a.dtype.itemsize >= 4 else torch.mm(a, b, out_dtype=torch.float32)

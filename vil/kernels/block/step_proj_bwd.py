@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda import hardware, launches
+from ..cuda import hardware, launches, products
 from ..cuda.elements import ELEMENT
 from ..cuda.plan import device_of
 from ..cuda.source import I64, In, Out, Source
@@ -66,11 +66,7 @@ def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
     T = a_2TM.shape[1]
     parts = next(parts for parts in range(min(T, 16), 0, -1) if T % parts == 0)
     a, b = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (a_2TM, b_2TN))
-    return _bmm_in_fp32(a.mT, b).unflatten(0, (2, parts))
-
-
-def _bmm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bmm(a, b) if a.dtype.itemsize >= 4 else torch.bmm(a, b, out_dtype=torch.float32)
+    return products.bmm_in_fp32(a.mT, b).unflatten(0, (2, parts))
 
 
 def reference(

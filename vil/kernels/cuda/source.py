@@ -23,7 +23,8 @@ SOURCES = Path(__file__).parents[1]
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "float": torch.float32, "int": torch.int32, "u8": torch.uint8,
 }  # fmt: skip
-MACROS_OF_TYPES = {"Element": "INPUT", "PARAMETER": "PARAMETER"}  # names of macros that define C++ types
+# names of macros that define C++ types
+MACROS_OF_TYPES = {"Element": "INPUT", "PARAMETER": "PARAMETER", "PIXEL": "PIXEL"}
 
 
 @dataclass(frozen=True)

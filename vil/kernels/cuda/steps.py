@@ -35,6 +35,7 @@ INTO: dict[Any, Callable] = {
     aten.mul.Tensor: lambda out, a, b: torch.mul(a, b, out=out),
     aten.neg.default: lambda out, x: torch.neg(x, out=out),
     aten.exp.default: lambda out, x: torch.exp(x, out=out),
+    aten.sum.dim_IntList: lambda out, x, dim: torch.sum(x, dim, out=out),
     aten.stack.default: lambda out, tensors, dim=0: torch.stack(tensors, dim, out=out),
     aten.cat.default: lambda out, tensors, dim=0: torch.cat(tensors, dim, out=out),
     aten.clone.default: lambda out, x, **_: out.copy_(x),
