@@ -292,7 +292,7 @@ def test_a_run_continues_when_its_terminal_is_closed(image_folder, tmp_path):
     process = Forked(target=train_in_a_terminal, args=(command, os.ttyname(terminal)))
     process.start()
     said = b""
-    while b"micro-batches of" not in said:  # printed before the first step
+    while b"micro-batches of" not in said:  # the run prints the size of its micro-batches before the first step
         said += os.read(screen, 1000)
     os.close(terminal)
     os.close(screen)  # closing the terminal sends SIGHUP, and writing to the terminal fails from now on
