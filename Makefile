@@ -50,7 +50,7 @@ wheel-test:
 	$(PYTHON) tools/wheel_test.py
 
 timm-tests: .venv/installed
-	$(BIN)/python tools/timm_suite.py -k "not contract"  # the contract test prunes at every depth, for minutes
+	$(BIN)/python tools/timm_suite.py -k "not contract"  # the contract test takes minutes, because it prunes at every depth
 
 slurm-test: .venv/installed
 	unshare --mount --net --uts --pid --fork --kill-child --mount-proc \

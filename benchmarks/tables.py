@@ -1,4 +1,6 @@
-"""Regenerate the tables of measurements in PAGES from benchmarks/results, docs/architecture.md and research/*.md.
+"""Rewrite the tables of measurements in the files PAGES.
+
+The numbers come from benchmarks/results, docs/architecture.md and research/*.md.
 
     python benchmarks/tables.py
 

@@ -413,7 +413,7 @@ def _points_that_fill(
 def _piece(
     uniform_B9: np.ndarray, clutter: np.ndarray, f: Fractals, masks_B33: Tensor, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Render one small fractal per image. Return `render`'s map indices, and single-colour palettes (B, C, 3)."""
+    """Render one small fractal per image. Return the result of `render`, and single-colour palettes (B, C, 3)."""
     which, shades, placement = np.split(uniform_B9, [2, 5], axis=1)
     others = clutter[(which[:, 0] * len(clutter)).astype(np.int64)]
     starts_B = (which[:, 1] * TABLE).astype(np.int64)

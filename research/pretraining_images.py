@@ -58,7 +58,7 @@ class Pictures(NamedTuple):
 
 
 class Duplicate(NamedTuple):
-    """Image that is left out, the most similar held-out image and its folder, and the correlation of their edges."""
+    """Image that is left out of a split because it resembles a held-out image."""
 
     image: str  # SPLIT/CLASS/NAME
     folder: str  # folder of the held-out image

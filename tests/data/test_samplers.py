@@ -156,7 +156,7 @@ def test_rank_r_of_n_evaluates_every_nth_image_from_r_on():
 
 
 def test_pieces_form_batches_and_none_is_sampled_before_the_sampler_is_ready():
-    """Pieces form batches, and are not sampled before `ready` is set, because PyTorch reads when workers start."""
+    """Pieces form batches. Before `ready` is set there are none, because PyTorch samples pieces at workers' start."""
     pieces = Pieces(EvaluationBatches(250, 100, 1, 2), 64)
     assert list(pieces) == []
     pieces.ready = True

@@ -103,7 +103,7 @@ def test_the_emulated_hopper_kernel_returns_the_norm_with_eps(C, monkeypatch, po
 @pytest.mark.parametrize(("B", "L"), [(11, 16), (13, 5), (5, 21), (2, 600)])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 33), (BF16, 64)])
 def test_the_gradients_of_convolutions_of_many_images_for_each_block_emulated(dtype, D, B, L, poison):
-    """Gradients of convolutions are correct if a CTA loops over groups of stretches (runs of tokens), as in fp32."""
+    """Gradients of convolutions are correct if a CTA loops over groups of stretches (runs of consecutive tokens)."""
     for H in (L, L // 2 + 1):
         sizes = (B, L, D), (2, B, H, D), (2, B * H, 16), (2, 16, D)
         inputs = *[torch.randn(size).to(dtype) for size in sizes], torch.randn(2, D, 4), torch.randn(2, D)

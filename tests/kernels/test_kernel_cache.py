@@ -124,7 +124,7 @@ def planted(folder):
 
 
 def test_whoever_can_write_a_cache_entry_controls_the_code_that_runs(folder, monkeypatch):
-    """The code of an entry that belongs to this user or root is loaded, because the digest is not a signature."""
+    """A forged entry that belongs to this user or root is loaded, because its writer can compute a valid digest."""
     folder.mkdir(mode=0o700)
     planted(folder)
     assert code() == EVIL

@@ -373,7 +373,7 @@ def test_file_names_cannot_send_control_characters_to_the_terminal(checkpoint, p
         (["{photos}", "--checkpoint", "{photos}/notes.onnx"], "error: .*notes.onnx must be an ONNX file written by"),
         (
             ["{photos}", "--checkpoint", "{photos}/notes.onnx", "--model", "vil_tiny", "--img-size", "32"],
-            "error: .*notes.onnx contains its model: remove --model, --img-size$",
+            "error: .*notes.onnx already contains a model: remove --model, --img-size$",
         ),
         (["{photos}", "--img-size", "0"], "error: --img-size must be at least 1, got "),
         (["--img-size", "32", "{photos}"], "error: .* required: IMAGE.FOLDER; .* before --img-size and --model-kwargs"),

@@ -292,7 +292,7 @@ def test_a_run_continues_when_its_terminal_is_closed(image_folder, tmp_path):
     process = Forked(target=train_in_a_terminal, args=(command, os.ttyname(terminal)))
     process.start()
     said = b""
-    while b"micro-batches of" not in said:  # printed before the first step
+    while b"micro-batches of" not in said:  # the run prints the size of its micro-batches before the first step
         said += os.read(screen, 1000)
     os.close(terminal)
     os.close(screen)  # closing the terminal sends SIGHUP, and writing to the terminal fails from now on
@@ -302,7 +302,7 @@ def test_a_run_continues_when_its_terminal_is_closed(image_folder, tmp_path):
 
 
 def hasten(log):
-    """Make runs wait only 0.1 seconds for a lock. The run with the lock trains after `log` says that it is in use."""
+    """Make runs wait only 0.1 seconds for a lock, and train only after `log` has reported that a folder is in use."""
     locks.PATIENCE = 0.1
     before(training_loop.Trainer, "run", lambda: wait_for("is in use", log))
 

@@ -36,7 +36,7 @@ class Evaluation:
 
     @property
     def unreadable_note(self) -> str:
-        """Remark on the unreadable images."""
+        """Remark on the number of skipped unreadable images."""
         return f"{counted(self.unreadable, 'unreadable image')} {'was' if self.unreadable == 1 else 'were'} skipped"
 
     @property

@@ -63,7 +63,7 @@ def _classifier(options: argparse.Namespace, device: str | None) -> Classifier:
     if path.endswith(".onnx"):
         given = [flag_of(name) for name in ("model", "model_kwargs", "img_size") if getattr(options, name)]
         if given:
-            raise ConfigError(f"{path} contains its model: remove {', '.join(given)}")
+            raise ConfigError(f"{path} already contains a model: remove {', '.join(given)}")
         return classifier_of(path)
     source = Checkpoint(path)
     if note := source.note_on_weights(options.use_ema):

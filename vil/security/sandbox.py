@@ -94,7 +94,7 @@ class Sandbox:
         if time.monotonic() - start >= sandbox_server.SECONDS:
             raise LateImageError(f"image was not decoded in {sandbox_server.SECONDS} s")
         status = process.wait()
-        if status == -SIGKILL:  # not sent by the sandbox's memory limit, which only makes allocations fail
+        if status == -SIGKILL:  # the sandbox's memory limit makes allocations fail, and does not send SIGKILL
             raise OSError(errno.ENOMEM, "the image decoding process was killed, probably because memory ran out")
         raise UnfitImageError(f"image decoder crashed with exit status {status}; the file may be damaged")
 

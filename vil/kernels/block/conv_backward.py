@@ -51,7 +51,7 @@ def conv_backward(
 
 
 def share(B: int, L: int, most: int) -> tuple[int, int]:
-    """Return the number of consecutive tokens that a lane processes (a stretch), and the number of partial sums.
+    """Return the number of tokens that a lane processes (a stretch), and the number of partial sums of dfilters.
 
     The CTAs are divided into parts. A part processes a share of the tokens and writes one partial sum. There are at
     most `most` parts, because `most` parts keep the GPU busy and another kernel must add the partial sums. A part
