@@ -3,6 +3,7 @@
     python benchmarks/gate_outproj_trial.py compile     compile all variants in parallel, to fill the cache of binaries
     python benchmarks/gate_outproj_trial.py kernels     CUDA graphs on rotated inputs, interleaved, medians
     python benchmarks/gate_outproj_trial.py missing     the same of kernels from which a part was removed
+    python benchmarks/gate_outproj_trial.py products    matrix products of the backward pass in several forms
     python benchmarks/gate_outproj_trial.py steps       whole steps as CUDA graphs with both kernels, interleaved
 """
 
@@ -216,6 +217,41 @@ def steps() -> None:
               f"{100 * (rates['gaters'] / rates['before'] - 1):+.2f}%", f"{time.perf_counter() - START:.0f} s", flush=True)  # fmt: skip
 
 
+def products() -> None:
+    """Time matrix products of the backward pass in several forms."""
+    T = 128 * 197
+    f32 = torch.float32
+
+    def parts_of(a, b, n):  # (parts, M, N)
+        if T % n:
+            return None
+        return torch.bmm(a.view(n, T // n, -1).mT, b.view(n, T // n, -1), out_dtype=f32)
+
+    for C in (384, 192):
+        E, D = 4 * C, 2 * C
+        sets = [
+            [torch.randn(T, n, device="cuda").to(BF16) for n in (E, C, C, D)] + [torch.randn(E, C, device="cuda").to(BF16)]
+            for _ in range(SETS)
+        ]
+        runs = {
+            "din_proj: duz^T xhat": lambda duz, xhat, dout, gated, w: torch.mm(duz.t(), xhat, out_dtype=f32),
+            "din_proj: xhat^T duz": lambda duz, xhat, dout, gated, w: torch.mm(xhat.t(), duz, out_dtype=f32),
+            "dout_proj: dout^T gated": lambda duz, xhat, dout, gated, w: torch.mm(dout.t(), gated, out_dtype=f32),
+            "dout_proj: gated^T dout": lambda duz, xhat, dout, gated, w: torch.mm(gated.t(), dout, out_dtype=f32),
+            "dxhat: duz w": lambda duz, xhat, dout, gated, w: torch.mm(duz, w),
+            "dxhat: (w^T duz^T)^T": lambda duz, xhat, dout, gated, w: torch.mm(w.t(), duz.t()),
+        }
+        for n in (2, 4, 8, 16):
+            runs[f"din_proj in {n} parts"] = lambda duz, xhat, dout, gated, w, n=n: parts_of(duz, xhat, n)
+            runs[f"din_proj, transposed, in {n} parts"] = lambda duz, xhat, dout, gated, w, n=n: parts_of(xhat, duz, n)
+            runs[f"dout_proj in {n} parts"] = lambda duz, xhat, dout, gated, w, n=n: parts_of(dout, gated, n)
+            runs[f"dout_proj, transposed, in {n} parts"] = lambda duz, xhat, dout, gated, w, n=n: parts_of(gated, dout, n)
+        for library in ("cublas", "cublaslt"):
+            torch.backends.cuda.preferred_blas_library(library)
+            times = in_turn({name: capture(run, sets) for name, run in runs.items()}, 4 * SETS)
+            print(f"C = {C}, {library}:", *(f"{name} {us:.1f}" for name, us in times.items()), sep="\n  ", flush=True)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    {"compile": compile_all, "kernels": lambda: kernels(VARIANTS), "missing": lambda: kernels(MISSING), "steps": steps}[sys.argv[1]]()
+    {"compile": compile_all, "kernels": lambda: kernels(VARIANTS), "missing": lambda: kernels(MISSING), "steps": steps, "products": products}[sys.argv[1]]()
