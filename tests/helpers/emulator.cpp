@@ -1,9 +1,11 @@
 // CPU emulation of the CUDA features that the kernels use. Each thread of a block is a fiber that runs until it waits at a
 // barrier. Blocks and threads run in random order, and some warps run ahead of others. Asynchronous copies and products
 // complete only when a thread waits for them, and shared memory starts as NaN, so a missing barrier or wait changes the
-// result. Operations that a GPU would reject, such as a misaligned load, end the launch with a message.
+// result. Operations that a GPU would reject, such as a misaligned load, end the launch with a message, and so does an
+// access of unreadable memory, which emulator.py places behind tensors.
 // emulator.py inserts the kernels in the middle of this file and lists the kernels in ENTRIES.
 #include <setjmp.h>
+#include <signal.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -566,6 +568,10 @@ extern "C" const char *launch(int entry, const i64 *arguments, int count, unsign
         order.push_back(i);
         std::swap(order[rand() % order.size()], order.back());
     }
+    struct sigaction on_invalid_access = {}, before;
+    on_invalid_access.sa_handler = [](int) { emulator::fail("memory outside of the arguments is accessed"); };
+    on_invalid_access.sa_flags = SA_NODEFER;  // `fail` leaves the handler by a jump
+    sigaction(SIGSEGV, &on_invalid_access, &before);
     if (!_setjmp(emulator::failed))
         for (unsigned i : order) {
             blockIdx.x = i;
@@ -575,6 +581,7 @@ extern "C" const char *launch(int entry, const i64 *arguments, int count, unsign
             for (i64 j = shared_bytes; j < shared_bytes + GUARD; j++)
                 if (memory[j] != char(0xff)) emulator::fail("more shared memory is written than the block has");
         }
+    sigaction(SIGSEGV, &before, nullptr);
     for (auto &t : emulator::threads) free(t.stack);
     free(memory);
     return emulator::failure;

@@ -197,30 +197,45 @@ def run_with(checked, values, stream=None, *, blocks=None):
         raise RuntimeError(f"{checked.entry}: {failure.decode()}")
 
 
-GUARD = 1 << 14  # size in bytes of the NaN guard before and after a tensor
-COPIED = 1 << 28  # maximum size in bytes of a tensor with NaN guards
+GUARD = 1 << 14  # minimum size in bytes of the NaN guard before a tensor
+COPIED = 1 << 28  # maximum size in bytes of a tensor with guards
+PROT_NONE = 0  # protection of memory that neither reads nor writes may access
+
+
+def _between_guards(content: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copy bytes to new memory, and return the NaN guard before the copy, the copy, and up to 15 NaN bytes behind it.
+
+    The memory that follows is unreadable, so that the emulator notices a kernel that reads beyond the copy's end.
+    """
+    size = -(-(GUARD + len(content)) // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = torch.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), dtype=torch.uint8)
+    behind = (size - len(content)) % 16  # copies are aligned to 16 bytes
+    parts = memory[:size].fill_(0xFF).split([size - len(content) - behind, len(content), behind])
+    parts[1].copy_(content)
+    if ctypes.CDLL(None).mprotect(ctypes.c_void_p(memory[size:].data_ptr()), mmap.PAGESIZE, PROT_NONE):
+        raise OSError("the memory behind a tensor cannot be made unreadable")
+    return parts
 
 
 @contextlib.contextmanager
 def _guarded(entry: str, tensors: list[torch.Tensor]):
-    """Run a kernel on copies of tensors between NaN guards, check that the guards are unchanged, and copy back.
+    """Run a kernel on copies of tensors between guards, check that the guards are unchanged, and copy back.
 
     Yields a function that returns the offset of a tensor's copy from the tensor, in bytes.
     """
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
     storages = {start: storage for start, storage in storages.items() if storage.nbytes() <= COPIED}
     bytes_of = {start: torch.tensor([], dtype=torch.uint8).set_(storage) for start, storage in storages.items()}
-    nan = torch.full((GUARD,), 0xFF, dtype=torch.uint8)
-    copies = {start: torch.cat([nan, content, nan]) for start, content in bytes_of.items()}
+    copies = {start: _between_guards(content) for start, content in bytes_of.items()}
 
     def moved_by(t: torch.Tensor) -> int:
         start = t.untyped_storage().data_ptr()
-        return copies[start].data_ptr() + GUARD - start if start in copies else 0
+        return copies[start][1].data_ptr() - start if start in copies else 0
 
     yield moved_by
     for start, content in bytes_of.items():
-        before, now, behind = copies[start].split([GUARD, len(content), GUARD])
-        if not (torch.equal(before, nan) and torch.equal(behind, nan)):
+        before, now, behind = copies[start]
+        if not (before == 0xFF).all() or not (behind == 0xFF).all():
             which = [i for i, t in enumerate(tensors) if t.untyped_storage().data_ptr() == start]
             raise RuntimeError(f"kernel {entry} writes beyond the memory of its arguments {which}")
         content.copy_(now)

@@ -87,16 +87,30 @@ def test_asynchronous_copies_arrive_only_after_a_wait(launch):
     assert y.isnan().all()
 
 
-def test_memory_outside_tensors_is_nan_and_must_not_be_written(launch):
+def test_memory_before_tensors_is_nan_and_must_not_be_written(launch):
     x, y = torch.randn(64), torch.zeros(64)
     launch("moves", x[8:], y, -3, 63, threads=32)
     assert y[63] == x[5]  # outside the view but inside the tensor's storage, reads are valid
-    for outside in (-1, 64, 100):
+    for outside in (-1, -100):
         launch("moves", x, y, outside, 63, threads=32)
         assert y[63].isnan()
         with pytest.raises(RuntimeError, match=r"kernel moves writes beyond the memory of its arguments \[1\]"):
             launch("moves", x, y, 0, outside, threads=32)
         assert not y[:63].any()
+
+
+def test_memory_behind_tensors_must_be_neither_read_nor_written(launch):
+    x, y = torch.randn(64), torch.zeros(63)
+    for behind in (64, 100):
+        for places in ((behind, 62), (0, behind)):
+            with pytest.raises(RuntimeError, match="moves: memory outside of the arguments is accessed"):
+                launch("moves", x, y, *places, threads=32)
+            assert not y.any()
+    # A copy of 63 elements is aligned to 16 bytes, so that one NaN follows before the unreadable memory.
+    with pytest.raises(RuntimeError, match=r"kernel moves writes beyond the memory of its arguments \[1\]"):
+        launch("moves", x, y, 0, 63, threads=32)
+    launch("moves", x, y, 0, 62, threads=32)  # a failed launch does not break the next launch
+    assert y[62] == x[0]
 
 
 def test_vector_accesses_must_be_aligned(launch):
