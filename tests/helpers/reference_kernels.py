@@ -30,7 +30,6 @@ class ReferenceKernels:
     unpack_gradients = staticmethod(unpack_gradients.reference)
     conv_xproj, conv_backward = staticmethod(conv_xproj.reference), staticmethod(conv_backward.reference)
     step_proj_backward = staticmethod(step_proj_bwd.reference)
-    products_over_tokens = staticmethod(step_proj_bwd.reference_products)
     gate, gate_backward = staticmethod(gate.reference), staticmethod(gate.reference_backward)
     gate_outproj = staticmethod(gate_outproj.reference)
     gate_outproj_backward = staticmethod(gate_outproj_bwd_sm90.reference)

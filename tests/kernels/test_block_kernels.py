@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from vil.kernels.block import conv, conv_backward, gate_outproj_sm90, kernels
 from vil.kernels.block.weights import BlockWeights
-from vil.kernels.cuda import hardware, launches
+from vil.kernels.cuda import hardware, launches, products
 from vil.models.block import LonghornMixer
 
 pytestmark = emulator.EMULATED
@@ -67,10 +67,11 @@ def test_parameters_of_16_bits_and_their_gradients_emulated(poison):
     # projections are packed in the matrix products' dtype, other weights in fp32
     assert [t.dtype for t in views] == 4 * [BF16] + 4 * [torch.float32]
     shapes = (
-        (2 * D, C), (3, 2, K + 1, D), (2, 5, sizes.padded_P, D), (2, 7, D, sizes.padded_R), (4, 2, D), (6, 2, D)
+        (9, 2 * D, C), (8, C, D), (3, 2, K + 1, D), (2, 5, sizes.padded_P, D), (2, 7, D, sizes.padded_R), (4, 2, D),
+        (6, 2, D),
     )  # fmt: skip
     given = weights.norm, weights.in_proj, sizes, *[torch.randn(shape) for shape in shapes]
-    lengths = [math.prod(shape) for shape in sizes.flat_shapes()]
+    lengths = [math.prod(shape) for shape in sizes.shapes()]
     gradients = kernels.unpack_gradients(*given, BF16)
     truths = ReferenceKernels.unpack_gradients(*exactly(*given), torch.float64).split(lengths)
     assert gradients.dtype == BF16
@@ -170,9 +171,22 @@ def test_groups_share_the_tokens_evenly_in_as_few_rounds_as_64_each_take(T, ctas
 @pytest.mark.parametrize(("T", "parts"), [(96, 16), (15, 15), (34, 2), (17, 1), (1, 1)])
 def test_products_over_tokens_are_cut_into_equal_parts(T, parts):
     a, b = torch.randn(2, T, 5), torch.randn(2, T, 3)
-    found = kernels.products_over_tokens(a, b)
+    found = products.batched_over_tokens(a, b)
     by_part = a.unflatten(1, (parts, -1)), b.unflatten(1, (parts, -1))
     torch.testing.assert_close(found, torch.einsum("gptm,gptn->gpmn", *by_part))
+
+
+@pytest.mark.parametrize(
+    ("T", "M", "N", "parts"),
+    [(4096, 130, 30, 4), (4096, 30, 300, 2), (4100, 257, 257, 1), (2047, 8, 8, 1), (3074, 9, 9, 2)],
+)
+def test_a_product_over_many_tokens_has_as_many_parts_as_fill_the_gpu(T, M, N, parts, monkeypatch):
+    """Parts have at least 1,024 tokens, and their tiles of 128 x 128 sums are about as many as multiprocessors."""
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 8)
+    a, b = torch.randn(T, M), torch.randn(T, N)
+    found = products.over_tokens(a, b)
+    by_part = a.unflatten(0, (parts, -1)), b.unflatten(0, (parts, -1))
+    torch.testing.assert_close(found, torch.einsum("ptm,ptn->pmn", *by_part), rtol=1e-4, atol=1e-4)
 
 
 def test_convolution_and_projection_are_fused_for_supported_shapes(launched, monkeypatch):

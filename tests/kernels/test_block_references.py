@@ -275,14 +275,15 @@ def calls_of_pack_weights(tokens, B, L, C, D):
 def calls_of_unpack_gradients(tokens, B, L, C, D):
     weights, parts, D = weights_of(make_block(LonghornMixer, C), detach=True), 3, 2 * C
     P, R = weights.sizes().padded_P, weights.sizes().padded_R
-    dfolded, dfilters, dx_proj = torch.randn(2 * D, C), torch.randn(parts, 2, TAPS + 1, D), torch.randn(2, parts, P, D)
+    dfolded, dout_proj = torch.randn(parts + 3, 2 * D, C), torch.randn(parts - 1, C, D)
+    dfilters, dx_proj = torch.randn(parts, 2, TAPS + 1, D), torch.randn(2, parts, P, D)
     dstep_proj, dskips, dchannels = torch.randn(2, parts, D, R), torch.randn(parts + 1, 2, D), torch.randn(2, 2, D)
     # The gradients of the skip weights and of step_bias have other memory layouts in pooled blocks (`dskips`) than in
     # the scan (`dchannels`).
     for of_skips, of_bias in ((dskips, dskips.flip(0)), (dchannels[None, :, 0], dchannels[None, :, 1])):
         yield (
-            weights.norm, weights.in_proj, weights.sizes(), dfolded, dfilters, dx_proj, dstep_proj, of_skips,
-            of_bias, tokens(0).dtype,
+            weights.norm, weights.in_proj, weights.sizes(), dfolded, dout_proj, dfilters, dx_proj, dstep_proj,
+            of_skips, of_bias, tokens(0).dtype,
         )  # fmt: skip
 
 
@@ -310,7 +311,7 @@ def results(name, kernel, inputs, written):
         packed, norm = values
         values = [*kernels.PackedWeights.of(packed, inputs[0].sizes()), *(t for t in norm if t is not None)]
     if name == "unpack_gradients":
-        values = values.split([math.prod(shape) for shape in inputs[2].flat_shapes()])
+        values = values.split([math.prod(shape) for shape in inputs[2].shapes()])
     return [*([values] if isinstance(values, torch.Tensor) else values), *written]
 
 

@@ -50,8 +50,8 @@ def backward_block(
         The gradient of x, a copy of the gradient of x in the dtype of matrix products, the gradient of xhat (the
         RMSNorm of x), and a list of the gradients of the weights. If xhat was an input of the block, the gradient of x
         does not include the gradient through xhat, and the copy is None. Otherwise, the gradient of xhat is None. The
-        list contains the gradient of out_proj, the gradient of A_log (selective recurrence only), and one flat tensor
-        with the gradients of all other weights.
+        list contains the gradient of A_log (selective recurrence only), and one flat tensor with the gradients of all
+        other weights.
     """
     scale_B, norm_C, in_proj, saved = inputs
     xhat_TC, rstd_T = given(saved.xhat), given(saved.rstd)
@@ -72,7 +72,7 @@ def backward_block(
     gated_BMD = kernels.gate_outproj_backward(
         dout_TC, w.out_proj, saved.mean, z_BMD, scale_B, tokens.outputs(dy_BLD), dz_BMD
     )
-    dout_proj = products.mm_in_fp32(dout_TC.t(), gated_BMD.flatten(0, 1))
+    dout_proj = products.over_tokens(dout_TC, gated_BMD.flatten(0, 1))
     if options.lines is None:
         of_directions = _through_directions(options.recurrence, u_BLD, dy_BLD, du_BLD, w, saved, tokens)
     else:
@@ -80,11 +80,11 @@ def backward_block(
     dfolded, dxhat_TC = _through_in_proj(duz_BLE, dz_BMD, w, xhat_TC, tokens)
     dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dA_2DN = of_directions
     dweights = kernels.unpack_gradients(
-        norm_C, in_proj, sizes, dfolded, dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dtype
+        norm_C, in_proj, sizes, dfolded, dout_proj, dfilters, dx_proj, dstep_proj, dskips, dstep_bias, dtype
     )
     # the gradient of A_log is dA * A, because A = -exp(A_log)
     dA_log = [] if saved.A is None else [(given(dA_2DN) * saved.A).to(norm_C.dtype)]
-    gradients = [dout_proj.to(norm_C.dtype), *dA_log, dweights]
+    gradients = [*dA_log, dweights]
 
     if options.class_token_only:  # the residual streams of all tokens except the class token have zero gradients
         dx_TC = F.pad(dx_TC.view(B, 1, C), (0, 0, tokens.class_token, L // 2)).view(-1, C)
@@ -107,7 +107,7 @@ def _through_directions(
         t.flatten(1, 2) for t in (p.v, dstep_logits_2BHD, p.step, dk_2BHN, dq_2BHN)
     )
     dprojected_2TP, dstep_proj = kernels.step_proj_backward(dstep_logits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
-    dx_proj = kernels.products_over_tokens(dprojected_2TP, v_2TD)
+    dx_proj = products.batched_over_tokens(dprojected_2TP, v_2TD)
     dfilters = kernels.conv_backward(u_BLD, dv_2BHD, dprojected_2TP, w.x_proj, w.conv, w.conv_bias, du_BLD)
     return DirectionGradients(dfilters, dx_proj, dstep_proj, dchannels[None, :, 0], dchannels[None, :, 1], dA_2DN)
 
@@ -149,7 +149,7 @@ def _through_scan(
         t.flatten(1, 2) for t in (p.v, dmeans_2BSD, dstep_logits_2BSD, p.step, dk_2BSN, dq_2BSN)
     )
     dprojected_2TP, dstep_proj = kernels.step_proj_backward(dstep_logits_2TD, step_2TR, w.step_proj, dk_2TN, dq_2TN)
-    dx_proj = kernels.products_over_tokens(dprojected_2TP, means_2TD)
+    dx_proj = products.batched_over_tokens(dprojected_2TP, means_2TD)
     dmeans_2TD.baddbmm_(dprojected_2TP, w.x_proj)
     return dmeans_2BSD, dx_proj, dstep_proj, dchannels[None, :, 1], dA_2DN
 
@@ -157,12 +157,17 @@ def _through_scan(
 def _through_in_proj(
     duz_BLE: Tensor, dz_BMD: Tensor, w: PackedWeights, xhat_TC: Tensor, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the matrix in_proj * norm weight and of its input xhat, the normalized tokens."""
+    """Return the gradients of the matrix in_proj * norm weight and of its input xhat, the normalized tokens.
+
+    The first result (parts, 2D, C) consists of partial sums over tokens.
+    """
     (B, L, E), duz_TE = duz_BLE.shape, duz_BLE.flatten(0, 1)
+    if not tokens.class_token_only:
+        return products.over_tokens(duz_TE, xhat_TC), torch.mm(duz_TE, w.in_proj)
+    # the gradient of z has fewer tokens than the gradient of u, so `duz_BLE` contains only the gradient of u
     dfolded, dxhat_TC = products.mm_in_fp32(duz_TE.t(), xhat_TC), torch.mm(duz_TE, w.in_proj[:E])
-    if tokens.class_token_only:  # add the contribution of z, which `duz_BLE` does not contain
-        dz_BD = dz_BMD.squeeze(1)
-        xhat_BC, dxhat_BC = (tokens.outputs(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (xhat_TC, dxhat_TC))
-        dfolded = torch.cat([dfolded, products.mm_in_fp32(dz_BD.t(), xhat_BC)])
-        dxhat_BC.addmm_(dz_BD, w.in_proj[E:])
-    return dfolded, dxhat_TC
+    dz_BD = dz_BMD.squeeze(1)
+    xhat_BC, dxhat_BC = (tokens.outputs(t_TC.view(B, L, -1)).squeeze(1) for t_TC in (xhat_TC, dxhat_TC))
+    dfolded = torch.cat([dfolded, products.mm_in_fp32(dz_BD.t(), xhat_BC)])
+    dxhat_BC.addmm_(dz_BD, w.in_proj[E:])
+    return dfolded[None], dxhat_TC

@@ -206,9 +206,9 @@ def _backward_arguments(
 def _backward(*arguments):
     """Return the gradients of the first block's x and xhat (the RMSNorm of x), and of the weights of each block.
 
-    The gradient of xhat is empty unless `norm_given`. The gradients of a block's weights are the gradient of out_proj,
-    one tensor for both A_log (selective recurrence only), and one flat tensor for all other weights. A list of few
-    tensors saves host time under torch.compile.
+    The gradient of xhat is empty unless `norm_given`. The gradients of a block's weights are one tensor for both A_log
+    (selective recurrence only), and one flat tensor for all other weights. A list of few tensors saves host time under
+    torch.compile.
     """
     dx_BMC = arguments[5]
     dx_BLC, dxhat_TC, *of_weights = backward_blocks(*_backward_arguments(*arguments))
@@ -265,8 +265,7 @@ def _fake_backward(*arguments):
     gradients = []
     for inputs in of_blocks:
         dA_log = [inputs.norm.new_empty(2, sizes.D, sizes.N)] if options[0].recurrence == "selective" else []
-        dweights = inputs.norm.new_empty(sizes.flat_size())
-        gradients += [inputs.norm.new_empty(C, sizes.D), *dA_log, dweights]
+        gradients += [*dA_log, inputs.norm.new_empty(sizes.flat_size())]
     return [given(dx_BMC).new_empty(B, L, C), dxhat_TC, *gradients]
 
 
@@ -347,10 +346,10 @@ def _save_for_backward(
     ctx.set_materialize_grads(False)  # do not allocate zero gradients for outputs that are only saved for backward
     kept = []
     for i, (scale_B, weights) in enumerate(scales_and_weights(len(options), flat)):
-        norm_and_in_proj = weights[:2]
-        kept += [scale_B, *norm_and_in_proj, *saved[i * FIELDS : (i + 1) * FIELDS]]
-    if xhat_TC is not None:
-        kept[1 + FIELDS : 3 + FIELDS] = [xhat_TC, rstd_T]  # the first block saved no norm, because the norm is an input
+        own, (norm_C, in_proj) = SavedForBackward(*saved[i * FIELDS : (i + 1) * FIELDS]), weights[:2]
+        if i == 0 and xhat_TC is not None:  # the first block saved no norm, because the norm is an input
+            own = own._replace(xhat=xhat_TC, rstd=rstd_T)
+        kept += [scale_B, norm_C, in_proj, *own]
     ctx.save_for_backward(*next_normed, *kept)
 
 
@@ -369,10 +368,11 @@ def _gradients(ctx, results: list, split: Callable[[Tensor], list[Tensor]]) -> t
     dx_BLC, dxhat_TC, *of_weights = results
     each = len(of_weights) // blocks
     for i in range(blocks):
-        dout_proj, *dA_log, dweights = of_weights[i * each : (i + 1) * each]
+        *dA_log, dweights = of_weights[i * each : (i + 1) * each]
         dA_logs = dA_log[0].unbind() if dA_log else ()
-        dnorm_C, din_proj, *others = split(dweights)
-        gradients += [dnorm_C, din_proj, dout_proj, *others[:6], *dA_logs[:1], *others[6:], *dA_logs[1:]]
+        dnorm_C, din_proj, dout_proj, *directions = split(dweights)
+        first, second = directions[:6], directions[6:]
+        gradients += [dnorm_C, din_proj, dout_proj, *first, *dA_logs[:1], *second, *dA_logs[1:]]
     dxhat_TC = dxhat_TC if ctx.options[0].norm_given else None
     return None, None, dx_BLC, dxhat_TC, None, *[None] * blocks, *gradients
 
@@ -380,7 +380,7 @@ def _gradients(ctx, results: list, split: Callable[[Tensor], list[Tensor]]) -> t
 @functools.lru_cache(maxsize=256)
 def _weight_placeholders(sizes: Sizes) -> list[Tensor]:
     """Return meta tensors with the shapes of the weights' gradients that backward returns in one flat tensor."""
-    return [torch.empty(shape, device="meta") for shape in sizes.flat_shapes()]
+    return [torch.empty(shape, device="meta") for shape in sizes.shapes()]
 
 
 def _differentiable(*arguments):

@@ -35,7 +35,7 @@ from .scan_lines import fits as scans_lines
 from .scan_lines import scan_lines
 from .scan_lines_bwd import fits as backpropagates_lines
 from .scan_lines_bwd import scan_lines_backward
-from .step_proj_bwd import products_over_tokens, step_proj_backward
+from .step_proj_bwd import step_proj_backward
 from .sum_lines import sum_lines
 from .unpack_gradients import unpack_gradients
 

@@ -30,7 +30,7 @@ def step_proj_backward(
     if not fits(dstep_logits_2TD.dtype, D, R):
         dstep_2TR = torch.bmm(dstep_logits_2TD, step_proj_2DR)
         dprojected_2TP = torch.cat([dstep_2TR, dk_2TN, dq_2TN], dim=-1)
-        return dprojected_2TP, products_over_tokens(dstep_logits_2TD, step_2TR)
+        return dprojected_2TP, products.batched_over_tokens(dstep_logits_2TD, step_2TR)
     parts = min(-(-T // 16), -(-hardware.multiprocessors(device_of(dstep_logits_2TD)) // 2))
     dprojected_2TP = dstep_logits_2TD.new_empty(2, T, R + 2 * N)
     dstep_proj = dstep_logits_2TD.new_empty(2, parts, D, R, dtype=torch.float32)
@@ -58,17 +58,6 @@ def macros_of(dtype: torch.dtype, D: int, R: int, N: int) -> dict:
     return dict(INPUT=ELEMENT[dtype], CHANNELS=D, RANK=R, STATES=N, CTA_BYTES=block_bytes)
 
 
-def products_over_tokens(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
-    """Return a^T @ b in fp32 as partial sums (2, parts, M, N) over consecutive tokens.
-
-    The tokens are split into parts, because one matrix product would leave most of the GPU idle.
-    """
-    T = a_2TM.shape[1]
-    parts = next(parts for parts in range(min(T, 16), 0, -1) if T % parts == 0)
-    a, b = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (a_2TM, b_2TN))
-    return products.bmm_in_fp32(a.mT, b).unflatten(0, (2, parts))
-
-
 def reference(
     dstep_logits_2TD: Tensor, step_2TR: Tensor, step_proj_2DR: Tensor, dk_2TN: Tensor, dq_2TN: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -78,5 +67,5 @@ def reference(
 
 
 def reference_products(a_2TM: Tensor, b_2TN: Tensor) -> Tensor:
-    """Reference implementation of `products_over_tokens` that returns a single partial sum."""
+    """Reference implementation of `batched_over_tokens` that returns a single partial sum."""
     return (a_2TM.mT @ b_2TN)[:, None]

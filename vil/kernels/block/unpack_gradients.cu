@@ -2,7 +2,8 @@
 // The first CTAs process COLUMNS columns each of the projection that contains the weight of the norm.
 // A CTA needs whole columns, because the gradient of the norm's weight is a sum over all rows.
 // In the first CTAs, a thread has V columns of every ROWS-th row.
-// In the other CTAs, a thread adds the partial sums of one element.
+// In the next CTAs, a thread adds the partial sums of V adjacent elements of out_proj's gradient.
+// In the last CTAs, a thread adds the partial sums of one element.
 //
 // unpack_gradients.py declares the parameters of the kernel. Macros:
 //   INPUT      element type of the block's tensors
@@ -19,18 +20,22 @@
 constexpr int COLUMNS = 8, ROWS = 256 * V / COLUMNS;
 
 // Adds parts that are `stride` elements apart, always in the same order.
-DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
-    float sum = 0;
+template <int N>
+DEVICE Floats<N> sums_of_parts(const float *p, int parts, unsigned stride) {
+    Floats<N> sum = {};
 #pragma unroll 16
-    for (int part = 0; part < parts; part++) sum += p[i64(part) * stride];
+    for (int part = 0; part < parts; part++) sum = sum + load<N>(p + i64(part) * stride);
     return sum;
+}
+DEVICE float sum_of_parts(const float *p, int parts, unsigned stride) {
+    return sums_of_parts<1>(p, parts, stride).at[0];
 }
 
 extern "C" __global__ void __launch_bounds__(256) unpack_gradients(PARAMETERS_unpack_gradients) {
     begin_kernel();
     constexpr unsigned C = WIDTH;
     unsigned D = channels, projections = projections_, rank = rank_, padded_rank = padded_rank_;
-    unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS;
+    unsigned norm_blocks = (C + COLUMNS - 1) / COLUMNS, out_blocks = (C * D / V + 255) / 256;
     if (blockIdx.x < norm_blocks) {
         constexpr int TOGETHER = 4;  // number of rows that are loaded at the same time
         __shared__ float sums[ROWS][COLUMNS + 1];
@@ -40,8 +45,12 @@ extern "C" __global__ void __launch_bounds__(256) unpack_gradients(PARAMETERS_un
         for (unsigned r = row; r < 2 * D; r += TOGETHER * ROWS) {
             Floats<V> d[TOGETHER] = {}, w[TOGETHER] = {};
             UNROLLED for (int j = 0; j < TOGETHER; j++)
-                if (unsigned at = r + j * ROWS; at < 2 * D && c < C)
-                    d[j] = load<V>(dfolded + at * C + c), w[j] = values<V>(in_proj + at * C + c);
+                if (unsigned at = r + j * ROWS; at < 2 * D && c < C) w[j] = values<V>(in_proj + at * C + c);
+#pragma unroll 4
+            for (int part = 0; part < folded_parts; part++)
+                UNROLLED for (int j = 0; j < TOGETHER; j++)
+                    if (unsigned at = r + j * ROWS; at < 2 * D && c < C)
+                        d[j] = d[j] + load<V>(dfolded + i64(part) * (2 * C * D) + at * C + c);
             UNROLLED for (int j = 0; j < TOGETHER; j++) {
                 UNROLLED for (int v = 0; v < V; v++) {
                     sum.at[v] = fmaf(d[j].at[v], w[j].at[v], sum.at[v]);
@@ -61,7 +70,14 @@ extern "C" __global__ void __launch_bounds__(256) unpack_gradients(PARAMETERS_un
         if (threadIdx.x % 32 == 0 && c < C) put(dnorm + c, all);
         return;
     }
-    unsigned i = (blockIdx.x - norm_blocks) * blockDim.x + threadIdx.x;
+    if (blockIdx.x < norm_blocks + out_blocks) {
+        unsigned i = ((blockIdx.x - norm_blocks) * 256 + threadIdx.x) * V;
+        if (i >= C * D) return;
+        Floats<V> sum = sums_of_parts<V>(dout_projs + i, out_parts, C * D);
+        store(dout_proj + i, from_floats<PARAMETER>(sum));
+        return;
+    }
+    unsigned i = (blockIdx.x - norm_blocks - out_blocks) * blockDim.x + threadIdx.x;
     if (is_among(i, 2 * (projections - padded_rank + rank) * D)) {
         unsigned rows = projections - padded_rank + rank, size = projections * D;
         unsigned g = i / (rows * D), row = i / D % rows, from = row < rank ? row : row + padded_rank - rank;

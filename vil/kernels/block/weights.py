@@ -48,18 +48,13 @@ class Sizes(NamedTuple):
         direction: list[tuple[int, ...]] = [(D, 1, K), (D,), (self.P, D), (D, R), (D,), (D,)]
         return [(C,), (2 * D, C), (C, D), *direction, *direction]
 
-    def flat_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the weights whose gradients share one tensor: all except out_proj and A_log."""
-        norm, in_proj, _, *directions = self.shapes()
-        return [norm, in_proj, *directions]
-
     def flat_size(self) -> int:
-        """Return the number of elements of the tensor that contains the gradients of `flat_shapes`."""
-        return sum(math.prod(shape) for shape in self.flat_shapes())
+        """Return the number of elements of the tensor that contains the gradients of all weights except A_log."""
+        return sum(math.prod(shape) for shape in self.shapes())
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Split a tensor of `flat_size` elements into views with the shapes of `flat_shapes`."""
-        shapes = self.flat_shapes()
+        """Split a tensor of `flat_size` elements into views with the shapes of `shapes`."""
+        shapes = self.shapes()
         parts = flat.split([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes)]
 
