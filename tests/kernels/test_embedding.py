@@ -20,7 +20,8 @@ from vil.kernels.cuda.elements import ELEMENT
 from vil.kernels.cuda.plan import Plan
 from vil.kernels.embedding import add_embeddings, embed_op, patchify
 from vil.models import dispatch
-from vil.models.vision_longhorn import PatchEmbed, VisionLonghorn
+from vil.models.patches import PatchEmbed
+from vil.models.vision_longhorn import VisionLonghorn
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEVICES = [pytest.param("cpu", marks=EMULATED, id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)]
