@@ -98,9 +98,15 @@ def options_to_restart(path: str, given: dict[str, Any]) -> dict[str, Any]:
             command line.
     """
     values = read_yaml(path)
-    weights = checked({name: values[name] for name in ("pretrained", "pretrained_path") if name in values}, path)
+    weights = _initial_weights(values, path)
     confirm_weights(weights, given, path)
     return _confirmed(options_of_checkpoint(values, path), given, path) | weights
+
+
+def _initial_weights(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """Return the options `pretrained` and `pretrained_path` if they are among the `values` of a file."""
+    names = ("pretrained", "pretrained_path")
+    return checked({name: values[name] for name in names if name in values}, str(path))
 
 
 def _confirmed(options: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, Any]:
@@ -304,6 +310,9 @@ class Checkpoint:
     def training_state(self) -> dict[str, Any]:
         """Return the content of a checkpoint written by `save_checkpoint`, for resuming a run.
 
+        The entry "initial_weights" contains the options of the weights from which the run started. A resumed run only
+        records these options and does not load the weights.
+
         Raises:
             CheckpointError: The file has another format or version, lacks an entry, or is best.pt, which lacks the
                 optimizer state.
@@ -318,7 +327,10 @@ class Checkpoint:
                     f"{self.path} must have {name} of type {kind.__name__}, got {type(part).__name__}: resume "
                     "from another checkpoint, or start another run with --experiment NAME"
                 )
-        return content | {"config": self.options, "label_names": self.label_names}
+        initial_weights = _initial_weights(content["config"], self.path)
+        return content | {
+            "config": self.options, "label_names": self.label_names, "initial_weights": initial_weights,
+        }  # fmt: skip
 
     def _check_resumable(self) -> None:
         """Raise a CheckpointError if the file has another format or version, or lacks the optimizer state."""

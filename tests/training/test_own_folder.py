@@ -300,6 +300,10 @@ def test_resuming_keeps_the_options_of_the_run(run, monkeypatch):
     again = Config(**complete(given | {"model_kwargs": {"depth": 1}}))  # repeat the first command's option
     assert again.model_kwargs == config.model_kwargs
     assert config.pretrained_path is None  # a resumed run chooses no pretrained weights
+    resumed = Trainer(config, torch.device("cpu"), 0, 1)
+    resumed.checkpointer.lock.release()
+    assert resumed.run_info.options["pretrained_path"] == "vil_tiny_pooled.tiny_in200"
+    assert resumed.run_info.options["resume"] is None
     (run / "run/last.pt").rename(run / "kept.pt")
     (run / "run/last.pt").write_bytes(b"damaged")
     assert Config(**complete(given)).epochs == 2  # last.pt is damaged, so the options are read from previous.pt

@@ -160,7 +160,8 @@ def test_progress_summary_and_run_files_show_the_phases(undisturbed):
     assert saved["config"]["img_size"] == 16  # the last phase's image size, because loading creates that phase's model
     written = load_config("", ["-c", str(run.folder / "config.yaml")])
     assert [written.of_phase(n).img_size for n in range(3)] == [16, 24, 16]
-    assert first_phase(written) == 2  # all phases are finished
+    assert written.resume is None
+    assert first_phase(dataclasses.replace(written, resume="auto")) == 2  # all phases are finished
 
 
 def test_the_plot_marks_the_start_of_each_phase(monkeypatch):

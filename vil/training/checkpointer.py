@@ -60,7 +60,9 @@ class Checkpointer:
         """
         found = broadcast_from_rank0(self._lock_and_read)
         if found:
-            self._restore(*found)
+            path, saved = found
+            self.run.options.update(saved.pop("initial_weights"))  # so that config.yaml still names the initial weights
+            self._restore(path, saved)
 
     @contextmanager
     def hold_lock(self, release: bool) -> Iterator[None]:

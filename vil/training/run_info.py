@@ -26,7 +26,8 @@ class RunInfo:
 
     Attributes:
         phase: Current phase, whose `config` has the options in use.
-        options: Options in the form stored in checkpoints.
+        options: Options in the form stored in checkpoints. In a resumed run, `pretrained` and `pretrained_path` are those
+            of the run's first start.
         num_classes: Number of classes.
         label_names: Class names by index; empty if the dataset does not store names.
         num_images: Number of training images.
@@ -76,7 +77,8 @@ def stored_options(config: Config, num_classes: int) -> dict[str, Any]:
         if name not in MODEL_KWARGS:
             remedy = nearest(name, MODEL_KWARGS) or f"; training supports {', '.join(MODEL_KWARGS)}"
             raise ConfigError(f"unknown model argument {shown(name)}{remedy}")
-    options = dataclasses.asdict(config) | {"num_classes": num_classes}
+    # without `resume`, so that a run with the stored options is a new run
+    options = dataclasses.asdict(config) | {"num_classes": num_classes, "resume": None}
     # The stored path is absolute, because the checkpoint may be loaded from another working directory.
     if config.data_dir and Path(config.data_dir).is_dir():
         options["data_dir"] = str(Path(config.data_dir).resolve())
