@@ -15,6 +15,7 @@ import timm
 from timm.data import ImageNetInfo
 
 from .config import ConfigError
+from .distributed import warn_on_rank0
 from .published import IMAGENET_CLASSES
 from .text import label_of
 
@@ -93,6 +94,25 @@ def order_of(names: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
     if has_duplicates or len(own) != len(expected) or indices.keys() != {*expected}:
         return None
     return [indices[name] for name in expected]
+
+
+def warn_of_assumed_order(names: Sequence[str], owner: str) -> None:
+    """Warn that the outputs of a model without class names are assumed to be in the order of `names`.
+
+    No warning is logged if the names are also in alphabetical order, which torchvision's `ImageFolder` uses.
+
+    Args:
+        names: Class names of the data by index, in the natural order of this package and timm ("2" before "10").
+        owner: Description of the source of the model, for the message.
+    """
+    by_torchvision = sorted(names)
+    if [*names] != by_torchvision:
+        warn_on_rank0(
+            __name__, "%s stores no class names, so its outputs are assumed to be the classes %s in this order, but "
+            "torchvision's ImageFolder has the order %s. If the weights were trained in another order, set the class "
+            'names and export the model (docs/guide.md, section "Your own training loop")', owner, quoted(names),
+            quoted(by_torchvision),
+        )  # fmt: skip
 
 
 def is_numbered(names: Sequence[str]) -> bool:

@@ -17,6 +17,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint
+from .classes import warn_of_assumed_order
 from .config import ConfigError
 from .config.options import check_sizes
 from .distributed import warn_on_rank0
@@ -232,6 +233,8 @@ def _initialized(
     given = first_blocks(source.weights(), arguments.get("depth"))
     weights = _adapted(model, arguments, given, source, is_start=True)
     weights, head = fit_head(model, weights, source.label_names if label_names else (), label_names)
+    if not source.label_names and num_classes_of(model, weights) == len(label_names):
+        warn_of_assumed_order(label_names, source_name)
     # If num_classes is -1 in the overlay, timm keeps the new head of the model instead of reading the file's head.
     overlay = {"state_dict": weights, "num_classes": num_classes_of(model, weights) or -1}
     try:

@@ -43,6 +43,25 @@ def test_a_split_without_some_classes_keeps_the_trained_class_indices(image_fold
         open_evaluation_split(str(tmp_path), "", "val", 4)
 
 
+@pytest.mark.parametrize(
+    ("names", "others"), [(["2", "10"], "'10', '2'"), (["apple", "Zebra"], "'Zebra', 'apple'"), (["ant", "bee"], None)]
+)
+def test_a_warning_names_the_assumed_order_of_classes(names, others, tmp_path, caplog):
+    """torchvision sorts folders alphabetically, so weights without class names may have another order of classes."""
+    for name in names:
+        (tmp_path / "all" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "all" / name / "image.png")
+    open_evaluation_split(str(tmp_path), "", "all", 2, names, "best.pt")
+    assert not caplog.messages
+    open_evaluation_split(str(tmp_path), "", "all", 2, owner="weights.pth")
+    assumed = ", ".join(map(repr, names))
+    expected = (
+        f"weights.pth stores no class names, so its outputs are assumed to be the classes {assumed} in this order"
+    )
+    assert ["weights.pth" in said for said in caplog.messages] == [True] * bool(others)
+    assert all(said.startswith(expected) and f"has the order {others}." in said for said in caplog.messages)
+
+
 def test_folders_with_unknown_names_must_match_the_models_number_of_classes(image_folder, tmp_path):
     assert open_evaluation_split(str(image_folder), "", "val", 4)[1] is None
     with pytest.raises(ConfigError, match="has 4 classes, but the model has 1000"):

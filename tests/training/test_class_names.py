@@ -65,11 +65,14 @@ def test_a_head_with_other_classes_is_reinitialized(tmp_path, caplog, names, wor
     assert "new: head" not in line  # the head is mentioned once
 
 
-def test_a_head_is_kept_if_weights_or_run_have_no_class_names(tmp_path):
+def test_a_head_is_kept_if_weights_or_run_have_no_class_names(tmp_path, caplog):
     path, weights = written(tmp_path, ["a", "b", "c"], **ARGUMENTS)
     torch.save(weights, tmp_path / "plain.pth")
     for head in (started(path, [], num_classes=3), started(tmp_path / "plain.pth", ["d", "e", "f"])):
         assert torch.equal(head["head.weight"], weights["head.weight"])
+    assert "assumed" not in caplog.text
+    started(tmp_path / "plain.pth", ["2", "10", "11"])
+    assert "plain.pth stores no class names, so its outputs are assumed to be the classes '2', '10'" in caplog.text
 
 
 def test_both_heads_of_a_distilled_model_are_reordered_by_class_name(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..classes import imagenet_ids, order_of
+from ..classes import imagenet_ids, order_of, warn_of_assumed_order
 from ..data.sources.splits import check_count, class_names, follow_classes, hold_out, limit_classes, open_split
 from ..published import IMAGENET_CLASSES
 
@@ -54,6 +54,8 @@ def open_evaluation_split(
     indices = class_names(images)
     names = sorted(indices, key=lambda name: indices[name])
     if not names or order_of(names, label_names or names) == [*range(num_classes)]:
+        if not label_names:
+            warn_of_assumed_order(names, owner)
         return EvaluationSplit(images, classes=None)
 
     imagenet = imagenet_ids()
