@@ -365,6 +365,8 @@ def test_unsupported_options_in_timms_args_yaml_are_listed_in_one_message(tmp_pa
         (dict(input_size=[3, 192, 256], img_size=None), dict(img_size=(192, 256))),
         (dict(drop=0.1, gp="avg", model_kwargs=dict(depth=2)),
          dict(model_kwargs=dict(drop_rate=0.1, global_pool="avg", depth=2))),
+        (dict(pin_mem=True, img_size=64, model_kwargs=dict(depth=2, img_size=64)),
+         dict(img_size=64, model_kwargs=dict(depth=2))),
         (dict(pin_mem=True, aa=None, color_jitter=None, torchcompile=None), dict(aa=None, color_jitter=None)),
         (dict(pin_mem=True, batch_size=32, global_batch_size=96), dict(batch_size=32, global_batch_size=96)),
         (dict(lr=1e-3, lr_base=0.1, lr_base_size=512), dict(lr=1e-3)),

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from timm.layers import to_2tuple
+
 from ..text import shown
 from .options import FIELDS, SYNONYMS, ConfigError
 from .timm_options import HARMLESS, MODEL_ARGUMENTS, ONLY_TIMMS, RENAMED, SCHEDULES, SWITCHES, UNSUPPORTED
@@ -64,6 +66,7 @@ def from_timm(values: Mapping[Any, Any], source: str, given: Mapping[str, Any]) 
 
     errors = _rename(values, options, source)
     _move_model_arguments(values, options)
+    _drop_image_size_of_model(options)
     errors += _describe_ambiguous_batch_size(options, given, source)
     errors += _describe_unsupported(unsupported, source)
     return Translation(options, ignored, errors)
@@ -157,6 +160,13 @@ def img_size_of(input_size: Any, source: str) -> int | tuple[int, int]:
     if not isinstance(input_size, (list, tuple)) or len(input_size) != 3 or input_size[0] not in (3, "3"):
         raise ConfigError(f"option 'input_size' in {source} must be (3, height, width), got {shown(input_size)}")
     return convert("img_size", input_size[1:], source)
+
+
+def _drop_image_size_of_model(options: dict[Any, Any]) -> None:
+    """Remove `img_size` from `model_kwargs` if the option `img_size` has the same value, which timm needs twice."""
+    model_kwargs, size = options.get("model_kwargs"), options.get("img_size")
+    if isinstance(model_kwargs, dict) and size and to_2tuple(model_kwargs.get("img_size")) == to_2tuple(size):
+        options["model_kwargs"] = {name: value for name, value in model_kwargs.items() if name != "img_size"}
 
 
 def _describe_ambiguous_batch_size(options: Mapping[str, Any], given: Mapping[str, Any], source: str) -> list[str]:

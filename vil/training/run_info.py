@@ -26,8 +26,8 @@ class RunInfo:
 
     Attributes:
         phase: Current phase, whose `config` has the options in use.
-        options: Options in the form stored in checkpoints. A resumed run keeps the `pretrained` and `pretrained_path` of
-            its checkpoint.
+        options: Options in the form stored in checkpoints. The options `pretrained` and `pretrained_path` of a resumed
+            run are those of the checkpoint.
         num_classes: Number of classes.
         label_names: Class names by index; empty if the dataset does not store names.
         num_images: Number of training images.
