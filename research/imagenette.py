@@ -44,7 +44,7 @@ FIRST_RATES = RATES[1:-1]  # if the first or last of FIRST_RATES is best, its ne
 CHOICE_SEED, CHOICE_EPOCHS, HELD_OUT = 100, 50, 0.1
 TRAIN_SPLIT, TEST_SPLIT = "train", "val"
 IMAGES = 9_469  # number of training images
-LEVELS = (80, 85, 90)  # accuracies of the cost table, in percent
+LEVELS = (80, 85, 90)  # target accuracies of the cost table, in percent
 
 
 class Run(NamedTuple):

@@ -102,7 +102,7 @@ def _read_safetensors(file: BinaryIO, whole: bool) -> dict[str, Any]:
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if length > MOST_HEADER:
-        raise TorchFileError(f"the header must be at most {MOST_HEADER} bytes, got {length}")
+        raise TorchFileError(f"the safetensors header must be at most {MOST_HEADER} bytes, got {length}")
     header = file.read(length)
     metadata = json.loads(header).get("__metadata__") or {}
 

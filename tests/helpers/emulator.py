@@ -199,7 +199,7 @@ def run_with(checked, values, stream=None, *, blocks=None):
 
 GUARD = 1 << 14  # minimum size in bytes of the NaN guard before a tensor
 COPIED = 1 << 28  # maximum size in bytes of a tensor with guards
-PROT_NONE = 0  # protection of memory that neither reads nor writes may access
+PROT_NONE = 0  # flag of mprotect for memory that can be neither read nor written
 
 
 def _between_guards(content: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -223,8 +223,8 @@ def test_a_kernel_with_early_accesses_shares_no_memory_with_kernels_that_may_sti
     Plan(function, (torch.randn(9),), CPU)([torch.randn(9)])
     (_, before), (first,), (_, between), (second,), (_, after), _ = [values for values, _ in ran]
     assert len({first, between, second}) == 3
-    # `before` and `after` may share memory with other tensors, because a kernel with early accesses may access memory
-    # while previous kernels still run only if the kernel before it has early accesses, too
+    # The tensors `before` and `after` may share memory with other tensors. A kernel with early accesses overlaps with
+    # earlier kernels only if the kernel directly before it also has early accesses.
     assert before in (first, between, second)
     assert after in (first, between)
     assert [overlaps for _, overlaps in ran] == [True, False, True, True, True, False]

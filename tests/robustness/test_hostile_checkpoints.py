@@ -303,18 +303,18 @@ MORE = "which weights do not need and which may run code"
 GROWING = [
     (
         lambda: saved({"head.weight": torch.zeros(()).expand(10**5, 10**5)}),
-        "the file's values must take at most .*, got at least 400000000",
+        "the values in the file must need at most .*, got at least 400000000",
     ),
-    (lambda: saved({f"{i}.weight": ALIKE.flatten() for i in range(20)}), "the file's values must take"),
+    (lambda: saved({f"{i}.weight": ALIKE.flatten() for i in range(20)}), "the values in the file must need"),
     (compressed, "the file is a compressed zip archive"),
     (understated, "the file is a compressed zip archive"),
     (lambda: saved([MUCH]), f"the file holds __builtin__.bytearray, {MORE}"),
     (lambda: saved([MUCH], _use_new_zipfile_serialization=False), f"the file holds __builtin__.bytearray, {MORE}"),
     (lambda: saved({1, 2}), f"the file holds __builtin__.set, {MORE}"),
     (lambda: hexed(30), f"the file holds _codecs.encode, {MORE}"),
-    (lambda: saved(nested(4, 300)), "the file's values must take at most"),
+    (lambda: saved(nested(4, 300)), "the values in the file must need at most"),
     (lambda: saved(nested(99, 1)), "the file's values must be nested less than 20 levels"),
-    (lambda: saved(["x" * 2**20] * 20), "the file's values must take at most"),
+    (lambda: saved(["x" * 2**20] * 20), "the values in the file must need at most"),
     (lambda: saved({2**40: 0}), "dict keys must be str, None or integers .*, got int"),
     # functions that iterate over an argument must not receive a huge tensor
     (

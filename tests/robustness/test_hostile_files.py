@@ -42,6 +42,7 @@ def test_a_header_with_a_false_length_is_rejected(tmp_path):
     (path := tmp_path / "given.safetensors").write_bytes(hostile_files.files()["safetensors length"]())
     for whole in (False, True):
         with pytest.raises(
-            BrokenCheckpointError, match="the header must be at most 16777216 bytes, got 4611686018427387904"
+            BrokenCheckpointError,
+            match="the safetensors header must be at most 16777216 bytes, got 4611686018427387904",
         ):
             Checkpoint(path, whole)

@@ -68,7 +68,7 @@ def test_a_single_process_initializes_no_process_group():
     with pytest.raises(ZeroDivisionError):
         distributed.broadcast_from_rank0(lambda: 1 / 0)
     distributed.destroy_process_group()
-    with ThreadPoolExecutor() as pool:  # another thread, where signal.set_wakeup_fd fails
+    with ThreadPoolExecutor() as pool:  # signal.set_wakeup_fd fails outside the main thread
         assert pool.submit(distributed.init_process_group, "cpu").result() == (torch.device("cpu"), 0, 1)
 
 

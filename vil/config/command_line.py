@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
             name = word.split("=")[0].lstrip("-").replace("-", "_")
             if name in vars(options) and word.split("=")[0] not in self._option_string_actions:
                 flag = word.split("=")[0]
-                raise ConfigError(f"{flag} is not an option: remove {flag}, and pass only the value of {name}")
+                raise ConfigError(f"{name} is a positional argument: remove {flag}, and pass only the value")
             flags = [action.dest for action in self._actions if action.option_strings]
             message = unknown_option(name, f"on {SOURCE}", flags, spelled=flag_of)
             raise ConfigError(message if ";" in message else f"{message}; {self.prog} --help lists the options")

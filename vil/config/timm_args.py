@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm.layers import to_2tuple
-
 from ..text import shown
 from .options import FIELDS, SYNONYMS, ConfigError
 from .timm_options import HARMLESS, MODEL_ARGUMENTS, ONLY_TIMMS, RENAMED, SCHEDULES, SWITCHES, UNSUPPORTED
@@ -164,6 +162,8 @@ def img_size_of(input_size: Any, source: str) -> int | tuple[int, int]:
 
 def _drop_image_size_of_model(options: dict[Any, Any]) -> None:
     """Remove `img_size` from `model_kwargs` if the option `img_size` has the same value, which timm needs twice."""
+    from timm.layers import to_2tuple
+
     model_kwargs, size = options.get("model_kwargs"), options.get("img_size")
     if isinstance(model_kwargs, dict) and size and to_2tuple(model_kwargs.get("img_size")) == to_2tuple(size):
         options["model_kwargs"] = {name: value for name, value in model_kwargs.items() if name != "img_size"}

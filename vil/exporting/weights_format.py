@@ -45,7 +45,7 @@ def _weights_in_half_precision(model: Any) -> dict[str, Tensor]:
     too_large = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
     if too_large:
         raise ExportError(
-            "weights must be finite and at most 65504 in magnitude, the range of half precision, unlike "
+            "weights must be finite and at most 65504 in magnitude to be stored in half precision, got other values in "
             f"{', '.join(too_large[:3])}"
         )
     return weights

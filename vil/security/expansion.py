@@ -36,7 +36,9 @@ def check_expansion(content: Any, most_bytes: int) -> None:
     for _ in range(1, TOO_DEEP):
         total += sum(map(_size_of, level))
         if total > most_bytes:
-            raise TorchFileError(f"the file's values must take at most {most_bytes} bytes, got at least {total}")
+            raise TorchFileError(
+                f"the values in the file must need at most {most_bytes} bytes of memory, got at least {total}"
+            )
         children = chain.from_iterable(map(_children_of, level))
         # The list ends one value above the limit, because references to this many values already exceed `most_bytes`.
         level = list(islice(children, most_bytes // REFERENCE + 1))

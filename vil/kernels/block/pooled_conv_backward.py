@@ -22,7 +22,7 @@ SOURCE = Source("block/pooled_conv_backward", {
 })  # fmt: skip
 
 VECTOR, WARPS = 2, 12  # maximum vector width in elements, and number of resident warps per multiprocessor
-START = 12  # estimated time before the first token of a stretch, in units of the time per token
+START = 12  # estimated time before the first of several consecutive tokens, in units of the time per token
 
 
 def pooled_conv_backward(

@@ -59,7 +59,7 @@ FORWARD_SIMT = {
         ForwardSimt(4, 2, tile=32, cycles=(190, 256), unroll=8),
     ],
 }
-# the variant with 3 consumers is for small inputs, and for GPUs with less shared memory
+# 3 instead of 6 consumers are for small inputs, and for GPUs with too little shared memory for 6
 FORWARD_MMA = [
     ForwardMma(6, (2, 2, -1, -1, 2, 2, 0, 2, 2), cycles=(87,), start=19000),
     ForwardMma(3, (2, -1, -1, 0, 2, 1, 1), cycles=(52,), start=6500),

@@ -333,9 +333,9 @@ def backward(
     A_GDN: Tensor | None, skip_GD: Tensor | None, step_bias_GD: Tensor | None, states_GBSND: Tensor,
     reverse: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of x, step_logits, k, q and A, and of skip and step_bias as one tensor (G, 2, D).
+    """Return the gradients of x, step_logits, k, q and A, and one tensor with the gradients of skip and step_bias.
 
-    Without A, the gradient of A is an empty tensor.
+    The last tensor has the shape (G, 2, D) for G directions. Without A, the gradient of A is an empty tensor.
     """
     dy, x, step_logits, k, q = (t.contiguous() for t in (dy_GBLD, x_GBLD, step_logits_GBLD, k_GBLN, q_GBLN))
     (G, B, L, D), N = x.shape, k.shape[-1]
