@@ -280,6 +280,7 @@ static void wait_for(unsigned barrier, unsigned phase) {
 }
 static void wait_long_for(unsigned barrier, unsigned phase) { wait_for(barrier, phase); }
 static void copy_16_async(unsigned to, const void *from) { start_copy(shared_memory + to, from, 16, true); }
+static void prefetch_to_l2(const void *) {}
 static void wait_for_all_copies() {
     commit_started();
     wait_until(0);
@@ -303,6 +304,10 @@ static void load_shared(unsigned (&v)[4], unsigned from) {
     memcpy(v, shared_memory + from, 16);
 }
 static void store_shared(unsigned to, unsigned v) { memcpy(shared_memory + to, &v, 4); }
+static void store_shared(unsigned to, const unsigned (&v)[4]) {
+    emulator::check_aligned(shared_memory + to, 16);
+    memcpy(shared_memory + to, v, 16);
+}
 // Emulate stmatrix: store transposed 8 x 8 matrices. Lanes 8 i to 8 i + 7 hold the addresses of the columns of matrix i.
 static void store_columns(unsigned to, const unsigned *matrices, int count) {
     for (int i = 0; i < count; i++) current->fragments.word[i] = matrices[i];
@@ -396,6 +401,28 @@ static void run_shared(const emulator::Product &product) {
 template <class T>
 static void multiply_shared(T, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) {
     current->open_products.push_back({run_shared<T>, sums, nullptr, a, b, unsigned(apart), add});
+}
+template <class T>
+static void run_slot(const emulator::Product &product) {
+    auto value = [](unsigned address) { return emulator::shared_value<T>(address ^ (address >> 7 & 7) << 4); };
+    float a[2][16];
+    int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    for (int i = 0; i < 32; i++) a[i / 16][i % 16] = value(product.a_shared + (row + i / 16 * 8) * 128 + i % 16 * 2);
+    for (int j = 0; j < 48; j++) {
+        unsigned column = j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2, address = product.b + column * 64;
+        float b[16];
+        for (int k = 0; k < 16; k++)
+            b[k] = emulator::shared_value<T>(address + k * 2 ^ (address + k * 2 >> 7 & 3) << 4);
+        for (int half = 0; half < 2; half++) {
+            float &to = product.sums[j / 2 * 4 + half * 2 + j % 2], sum = product.add ? to : 0;
+            for (int k = 0; k < 16; k++) sum += a[half][k] * b[k];
+            to = sum;
+        }
+    }
+}
+template <class T>
+static void multiply_slot(T, float (&sums)[96], unsigned a, unsigned b, bool add) {
+    current->open_products.push_back({run_slot<T>, sums, nullptr, a, b, 0, add});
 }
 struct SharedRows {
     unsigned address;

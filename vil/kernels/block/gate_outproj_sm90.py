@@ -21,7 +21,8 @@ SOURCE = Source("block/gate_outproj_sm90", {
     ),
 }, only_hopper=True)  # fmt: skip
 
-STAGES, SLOTS = 5, 2  # number of pipeline stages for weights, and for the tokens of each group of consumer warps
+STAGES, SLOTS = 5, 3  # number of pipeline stages for weights, and for the gated tokens of each group of warps
+AHEAD = 8  # number of tokens whose inputs a lane loads in advance
 
 
 def fits(T: int, C: int, D: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -65,10 +66,10 @@ def gate_outproj_sm90(
 
 
 def macros_of(dtype: torch.dtype, C: int, keep: bool, pooled: bool) -> dict:
-    barriers, rows = 2 * STAGES + 2 * 2 * SLOTS, 2 * 64 if pooled else 0
-    cta_bytes = STAGES * C * 32 * 2 + 2 * SLOTS * 3 * 64 * 64 * 2 + barriers * 8 + rows * 4
+    barriers, inputs, tokens = 2 * STAGES + 2 * 2 * SLOTS, 3 * AHEAD * 3 * 512, 3 * 2 * 64 * 8
+    cta_bytes = STAGES * C * 32 * 2 + 2 * SLOTS * 64 * 64 * 2 + inputs + tokens + barriers * 8
     kind = dict(INPUT=ELEMENT[dtype], WIDTH=C, KEEP=int(keep), POOLED=int(pooled))
-    return dict(**kind, STAGES=STAGES, SLOTS=SLOTS, CTA_BYTES=cta_bytes)
+    return dict(**kind, STAGES=STAGES, SLOTS=SLOTS, AHEAD=AHEAD, CTA_BYTES=cta_bytes)
 
 
 def shares(T: int, blocks: int) -> tuple[int, int]:

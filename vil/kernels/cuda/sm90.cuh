@@ -35,6 +35,8 @@ DEVICE void copy_16_async(unsigned to, const void *from) {
 DEVICE void arrive_when_copied(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+// Loads the 128 bytes around an address to the L2 cache.
+DEVICE void prefetch_to_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEVICE void copy_bulk(unsigned to, const void *from, int bytes, unsigned barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -59,6 +61,10 @@ DEVICE void load_shared(unsigned (&v)[4], unsigned from) {
                  : "memory");
 }
 DEVICE void store_shared(unsigned to, unsigned v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+DEVICE void store_shared(unsigned to, const unsigned (&v)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
 
 // Store 2 or 4 transposed matrices of 8 x 8 16-bit elements, given fragments with the layout of load_matrices.
 // Lanes 8 i to 8 i + 7 pass the addresses of the columns of matrix i.
@@ -147,6 +153,19 @@ DEVICE unsigned long long matrix_of_128_byte_rows(unsigned address, int apart) {
 }
 DEVICE void multiply_shared(bf16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("bf16"); }
 DEVICE void multiply_shared(fp16, float (&sums)[64], unsigned a, unsigned b, int apart, bool add) { WGMMA_SHARED("f16"); }
+// Computes sums += a b, or sums = a b if not `add`, for 64 rows of `a` and 192 columns of `b`, both in shared memory.
+// `a` has the rows of multiply_shared, and `b` the columns of multiply_group, whose sums the sums equal.
+#define WGMMA_SLOT(type)                                                                               \
+    asm volatile(                                                                                      \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                   \
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type " {" FIRST_64 ", "                \
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"               \
+        "}, %96, %97, p, 1, 1, 0, 0;\n}"                                                               \
+        : R96(sums)                                                                                    \
+        : "l"(matrix_of_128_byte_rows(a, 16)), "l"(matrix_of_64_byte_rows(b)), "r"(int(add)))
+DEVICE void multiply_slot(bf16, float (&sums)[96], unsigned a, unsigned b, bool add) { WGMMA_SLOT("bf16"); }
+DEVICE void multiply_slot(fp16, float (&sums)[96], unsigned a, unsigned b, bool add) { WGMMA_SLOT("f16"); }
 // Lower half of the descriptor of a matrix for multiply_rows, which contains the matrix's address.
 struct SharedRows {
     unsigned low;
