@@ -7,6 +7,7 @@
     python benchmarks/gate_outproj_trial.py steps       whole steps as CUDA graphs with both kernels, interleaved
 """
 
+import gc
 import statistics
 import sys
 import time
@@ -25,6 +26,7 @@ from vil.kernels.cuda.elements import ELEMENT
 from vil.kernels.cuda.source import Source
 
 BF16 = torch.bfloat16
+MACROS_OF = fused.macros_of
 BEFORE = Source("block/gate_outproj_before_sm90", fused.SOURCE.kernels, only_hopper=True)
 
 
@@ -90,7 +92,7 @@ def macros_of(variant, C, keep, pooled):
     if sizes is None:
         return macros_before(BF16, C, keep, pooled)
     with mock.patch.multiple(fused, STAGES=sizes[0], SLOTS=sizes[1], AHEAD=sizes[2]):
-        return fused.macros_of(BF16, C, keep, pooled)
+        return MACROS_OF(BF16, C, keep, pooled)
 
 
 def patched(variant):
@@ -132,7 +134,7 @@ def capture(run, sets):
         run(*one)
     torch.cuda.synchronize()
     graph, kept = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+    with torch.cuda.graph(graph):
         for _ in range(4):
             for one in sets:
                 kept = [*kept[-2:], run(*one)]
@@ -182,11 +184,18 @@ def kernels(variants) -> None:
         print(name, "|", " | ".join(cells), flush=True)
 
 
+def forget_plans() -> None:
+    for found in gc.get_objects():
+        if isinstance(found, dict) and found and all(type(plan).__name__ == "Plan" for plan in found.values()):
+            found.clear()
+
+
 def steps() -> None:
     for name, train, batch in (("vil_small_pooled", True, 128), ("vil_small_pooled", False, 256), ("vil_tiny_pooled", True, 128), ("vil_tiny_pooled", False, 256)):
         graphs = {}
         keep = []
         for label in ("before", "gaters"):
+            forget_plans()
             with patched(VARIANTS[label]):
                 model = timm.create_model(name).cuda().train(train)
                 images = torch.randn(batch, 3, 224, 224, device="cuda")
