@@ -17,7 +17,7 @@ LAYERS = """
     vil.kernels.block
     vil.kernels.embedding
     vil.kernels
-    vil.models.tokens
+    vil.models.tokens vil.models.patches
     vil.models.dispatch vil.models.pretrained vil.models.shipped
     vil.models.block
     vil.models.vision_longhorn
