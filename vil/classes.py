@@ -107,11 +107,11 @@ def warn_of_assumed_order(names: Sequence[str], owner: str) -> None:
     """
     by_torchvision = sorted(names)
     if [*names] != by_torchvision:
+        difference = first_difference(names, by_torchvision, "this order", "torchvision's ImageFolder")
         warn_on_rank0(
-            __name__, "%s stores no class names, so its outputs are assumed to be the classes %s in this order, but "
-            "torchvision's ImageFolder has the order %s. If the weights were trained in another order, set the class "
-            'names and export the model (docs/guide.md, section "Your own training loop")', owner, quoted(names),
-            quoted(by_torchvision),
+            __name__, "%s stores no class names, so its outputs are assumed to be in the natural order of the class "
+            "names (%s). If the weights were trained in another order, set the class names and export the model "
+            '(docs/guide.md, section "Your own training loop")', owner, difference,
         )  # fmt: skip
 
 
