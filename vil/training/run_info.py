@@ -77,7 +77,7 @@ def stored_options(config: Config, num_classes: int) -> dict[str, Any]:
         if name not in MODEL_KWARGS:
             remedy = nearest(name, MODEL_KWARGS) or f"; training supports {', '.join(MODEL_KWARGS)}"
             raise ConfigError(f"unknown model argument {shown(name)}{remedy}")
-    # without `resume`, so that a run with the stored options is a new run
+    # `resume` is not stored, so that a run with the stored options is a new run
     options = dataclasses.asdict(config) | {"num_classes": num_classes, "resume": None}
     # The stored path is absolute, because the checkpoint may be loaded from another working directory.
     if config.data_dir and Path(config.data_dir).is_dir():
